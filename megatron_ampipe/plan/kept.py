@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.plan.memory import expert_bytes
 from megatron_ampipe.plan.operation_times import expert_products
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.saved import expert_bytes
 from megatron_ampipe.plan.search import SHORT
 from megatron_ampipe.schedule import (
     COPYING,

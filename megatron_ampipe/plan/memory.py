@@ -1,61 +1,82 @@
 """Estimates the peak memory of a pass through consecutive blocks, in bytes, by degree and memory strategy.
 
-The peak is at one of two moments of the backward pass. At its start, every block still has its saved
-activations, and the experts of one chunk of the last block hold gradients. At its end, one block is left, and
-gradients of parameters have accumulated. Saved activations depend on the modules: Megatron's local modules
-save more than Transformer Engine's, which fuse operations. Not counted: weights, the optimizer, rounding by
-the allocator, and, unless ``gathers``, parameter gradients, which Megatron has as well.
+The last block that has experts decides: when it runs, all blocks before it have their saved activations
+(:meth:`_Layer.kept`). Of that block, everything is counted that is alive at one moment (:class:`Alive`), for
+each moment at which memory can peak: in the forward pass while its experts run, in the backward pass while
+its experts rebuild or differentiate, and while attention does. Which moments there are, and how many rows are
+on their way between ranks at each, follows from the schedule (:mod:`.moments`). Megatron's own layer, which
+has no schedule, has three (:class:`_MegatronLayer`). The sizes of tensors are those of :mod:`.saved`.
+
+Not counted: weights, the optimizer, rounding by the allocator, and, unless ``gathers``, parameter gradients,
+which Megatron has as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.block import Block
+from megatron_ampipe.plan.moments import Moment, moments
 from megatron_ampipe.plan.operation_times import (
     SUM_BYTES,
     Product,
     attention_products,
-    expert_products,
     mlp_products,
     qkv_products,
     weights_of,
 )
-from megatron_ampipe.schedule import STRATEGIES, Exchange, Pipeline, chunk_strategies
+from megatron_ampipe.plan.saved import (
+    Modules,
+    Sizes,
+    attention_weights,
+    modules_of,
+    number_of_expert_weights,
+    number_of_keys,
+    saved_without_experts,
+)
+from megatron_ampipe.schedule import (
+    KEEP,
+    STRATEGIES,
+    WEIGHTS,
+    Direction,
+    Exchange,
+    Pipeline,
+    chunk_strategies,
+    kinds,
+)
 from megatron_ampipe.schedule.dataflow import AHEAD
+from megatron_ampipe.schedule.features import Restored
+from megatron_ampipe.schedule.stage_kind import StageKind
 
 
-@dataclass(frozen=True, slots=True)
-class _Modules:
-    """Numbers of tensors that are saved per row of a block, of 4 or else of ``Block.element_bytes`` bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Bytes of one layer at one moment.
 
-    ``norms``: tensors of the hidden size for both norms and the residual stream; ``norms_wide``: those with 4
-    bytes. ``inner_gated`` and ``inner``: tensors of an expert's width, with and without a gate; ``weighted``
-    of them exist only because of the probability, and not in the MLP of a dense layer. ``routing_bytes``: per
-    expert, and per expert of a token. ``combined``: combined rows are saved for the gradient of their
-    probabilities. ``gradient_bytes``: gradients inside an expert that exist at the same time, less released
-    tensors, per unit of its width, without and with a gate. In 16 bit, local modules multiply by the
-    probability in fp32.
+    Attributes:
+        outside: What is saved for the backward of everything but the experts.
+        experts: What is saved for the backward of the experts, or has been restored for it.
+        rows: Rows of tokens that one stage has given and the next one has not taken.
+        hidden: The output of the layer, and gradients of the residual stream that are collected.
+        sums: Sums of the gradients of parameters, and of keys and values.
+        waiting: Operands of weight gradients that are computed later.
+        running: What the running stage has for itself, at its worst.
     """
 
-    norms_wide: int
-    norms: int
-    inner_gated: int
-    inner: int
-    weighted: int
-    routing_bytes: tuple[int, int]
-    combined: bool
-    gradient_bytes: tuple[int, int]
+    outside: float
+    experts: float
+    rows: float
+    hidden: float
+    sums: float
+    waiting: float = 0.0
+    running: float
 
-
-_FUSED = _Modules(0, 4, 3, 2, 0, (2, 0), combined=True, gradient_bytes=(4, 8))
-"""Transformer Engine's modules, from reading their code."""
-_LOCAL = {
-    4: _Modules(0, 6, 6, 3, 1, (13, 20), combined=False, gradient_bytes=(8, 8)),
-    2: _Modules(4, 2, 6, 3, 1, (13, 20), combined=False, gradient_bytes=(12, 12)),
-}
-"""Megatron's local modules by bytes of an element, counted tensor by tensor (docs/memory.md)."""
+    @property
+    def total(self) -> float:
+        """All of it."""
+        saved = self.outside + self.experts + self.waiting
+        return saved + self.rows + self.hidden + self.sums + self.running
 
 
 def peak_bytes(
@@ -75,183 +96,401 @@ def peak_bytes(
         num_layers: Number of blocks of a forward pass before the first backward.
         dense_layers: Indices of the blocks without experts, from 0.
         local: Whether blocks consist of Megatron's local modules instead of Transformer Engine's.
-        gathers: Parameter gradients stay until the end of the pass, and the gradient of the output is not
-            counted, as in ``ampipe bench``.
+        gathers: Parameter gradients stay until the end of the pass, and the caller has the input and the
+            gradient of the output, as in ``ampipe bench``.
     """
-    stock = not pipeline.overlaps and block.exchange is Exchange.ROWS
-    joins_weights = pipeline.joins_weights
-    chunks, element = pipeline.backward_degree, block.element_bytes
-    modules = _LOCAL[element] if local else _FUSED
-    dense, arrived, inner = _kept(block, modules)
-    rebuilt = inner * _rebuilt_share(block, modules)
-    rows = block.rows * block.batch * block.hidden * element
-    norm_again = (_norm_bytes(block, modules) - rows) * ("layernorm" in block.recompute_modules)
-    names = chunk_strategies(pipeline.memory)
-    # For the experts of each chunk: bytes saved, bytes loaded from host memory, bytes restored right before
-    # their backward (for a redispatch, while tokens of the next chunk are in flight).
-    saved, loaded, again = [], [], []
-    for chunk in range(chunks):
-        restored = set(STRATEGIES[names[chunk * len(names) // chunks]])
-        dropped = rebuilt if restored.isdisjoint({"rebuild", "offload"}) else inner
-        here = arrived * (not restored & {"redispatch", "offload_tokens"}) + inner - dropped
-        saved.append(0.0 if "offload" in restored else here / chunks)
-        with_tokens = "offload_tokens" in restored or {"offload", "redispatch"} & restored == {"offload"}
-        loaded.append((inner * ("offload" in restored) + arrived * with_tokens) / chunks)
-        computed = 0.0 if "offload" in restored else dropped
-        # Redispatched tokens are permuted from the output of a norm.
-        computed += norm_again * (AHEAD if "redispatch" in restored else 1)
-        again.append((3 * arrived * ("redispatch" in restored) + computed) / chunks)
-    kept = dense + sum(saved)
-    # Numbers of weights of a layer on one rank.
-    experts = block.local_experts * weights_of(expert_products(block, 0))
-    attention = weights_of(_attention_products(block))
-    summed, attention_summed = (0.0, 0.0) if block.fused_gradients else (experts, attention)
-    sum_bytes = element if stock else SUM_BYTES
-    keys = _keys(block)
-    # With a ring also received tensors: keys of the next step, and gradients of the last step.
-    sums = keys * (element if stock else (SUM_BYTES + element) * (2 if block.ring else 1))
-    # During the experts' backward of one chunk: gradients before each product, of one expert at a time, and
-    # of the weights of its last product.
-    received = block.received(block.rows)
-    gradient_bytes = modules.gradient_bytes[block.gated]
-    width_bytes = gradient_bytes * block.ffn / block.expert_tensor
-    calls = 1 if block.grouped else block.local_experts
-    chunk_bytes = received * (block.hidden * element + width_bytes / calls) / chunks
-    if pipeline.splits_weights:
-        # The input of that product waits instead.
-        chunk_bytes += received * block.ffn / block.expert_tensor * element / calls / chunks
-    else:
-        chunk_bytes += element * summed / calls / (3 if block.gated else 2)
-    # Gradients in flight from and to the experts: of two transfers, if there are enough chunks.
-    chunk_bytes += received * block.hidden * element * min(3, 2 * (chunks - 1)) / chunks
-
-    # Operands (input and gradient) of joined products of all chunks: of the experts, and of attention.
-    inner_width = block.ffn / block.expert_tensor
-    waiting = received * element * (2 * block.hidden + (2 + block.gated) * inner_width)
-    attended: float = block.rows * block.batch * element
-    attended *= sum(product.k + product.n for product in _attention_products(block))
-
-    def differentiating(chunk: int) -> float:
-        """Bytes of one layer during the experts' backward of a chunk; the last chunk comes first."""
-        # Offloaded tensors of later chunks are already loaded; at the end nothing is left to load.
-        ahead = sum(loaded[(chunk - n) % chunks] for n in range(AHEAD) if chunk >= n or num_layers > 1)
-        held = dense + sum(saved[: chunk + 1]) + again[chunk] + ahead + chunk_bytes
-        if joins_weights:
-            held += waiting * (chunks - 1 - chunk) / chunks
-        elif chunk < chunks - 1:
-            held += sum_bytes * summed
-        if not _keeps_shared(block):
-            held += _shared(block, modules) / chunks
-        elif not stock:
-            # Shared experts come first; Megatron differentiates them last.
-            held -= _shared(block, modules) * (chunks - chunk) / chunks
-        # Attention of a chunk follows the experts of the next chunk. The first one allocates the sums.
-        done = chunks - 2 - chunk
-        if pipeline.whole_attention:
-            # Gradients of the residual stream are collected.
-            held += rows
-        elif done > 0:
-            held += SUM_BYTES * keys + rows - done * (dense - keys * element) / chunks
-            held += attended * done / chunks if joins_weights else SUM_BYTES * attention_summed
-        return held
-
-    num_dense = len(dense_layers)
-    kept_dense = dense_weights = 0.0
-    if num_dense:
-        assert block.dense_ffn is not None
-        count = (modules.inner_gated if block.gated else modules.inner) - modules.weighted
-        count *= "mlp" not in block.recompute_modules
-        kept_dense = _kept_by_attention(block, modules)
-        kept_dense += block.rows * block.batch * count * block.dense_ffn * element
-        if not block.fused_gradients:
-            dense_weights = weights_of(mlp_products(block, 0))
-    # ``ampipe bench`` allocates the gradient of the output before it measures the pass.
-    gathered = 0.0
+    modules = modules_of(block, local=local)
+    overlaps = pipeline.overlaps or pipeline.partner is not None
+    is_stock = not overlaps and block.exchange is Exchange.ROWS and pipeline.memory == KEEP
+    kind = _MegatronLayer if is_stock else _PipelinedLayer
+    layer = kind(block, modules, pipeline, shares_schedule=pipeline.stack_of(num_layers) > 1)
+    one_layer = max(alive.total for alive in layer.moments())
+    kept_dense = saved_without_experts(block, modules) if dense_layers else 0.0
+    peak = before = 0.0
+    for index in range(num_layers):
+        if index in dense_layers:
+            before += kept_dense
+        else:
+            peak = max(peak, before + one_layer)
+            before += layer.kept()
     if gathers:
-        others = summed * (num_layers - 1 - num_dense) + dense_weights * num_dense
-        gathered = element * (others + attention_summed * (num_layers - 1))
-    output_gradient = 0.0 if gathers else rows
-    one_layer = max(map(differentiating, range(chunks)))
-    end = rows + dense + sum_bytes * (summed + attention_summed) + sums
-    peak = gathered + max(output_gradient + one_layer, end)
-    # All layers before the one in its backward still have their saved activations.
-    before = 0.0
-    for layer in range(num_layers):
-        if layer not in dense_layers:
-            peak = max(peak, before + output_gradient + one_layer)
-        before += kept_dense if layer in dense_layers else kept
+        peak = max(peak, one_layer + _gathered_gradients(block, num_layers, len(dense_layers)))
+        peak -= layer.sizes.hidden
     return peak
 
 
-def expert_bytes(block: Block, rows: int, *, local: bool, inner: bool) -> float:
-    """Bytes that experts save of a chunk with ``rows`` rows: received tokens, with ``inner`` more tensors."""
-    _, arrived, inner_bytes = _kept(block, _LOCAL[block.element_bytes] if local else _FUSED)
-    return (arrived + inner_bytes * inner) * rows / block.rows
-
-
-def _rebuilt_share(block: Block, modules: _Modules) -> float:
-    """The share of the experts' inner tensors that Megatron's selective recompute recomputes."""
-    if "moe" in block.recompute_modules:
-        return 1.0
-    if "moe_act" not in block.recompute_modules:
+def _gathered_gradients(block: Block, num_layers: int, num_dense: int) -> float:
+    """Bytes of the gradients of all layers but one."""
+    if block.fused_gradients:
         return 0.0
-    # All but the result of the first product.
-    return 1 - 2 / modules.inner_gated if block.gated else 1 - 1 / modules.inner
+    count = number_of_expert_weights(block) * (num_layers - 1 - num_dense)
+    count += weights_of(attention_weights(block)) * (num_layers - 1)
+    if num_dense:
+        count += weights_of(mlp_products(block, 0)) * num_dense
+    return block.element_bytes * count
 
 
-def _kept(block: Block, modules: _Modules) -> tuple[float, float, float]:
-    """Bytes saved for the backward pass: outside the experts, received tokens, and inside the experts."""
-    element = block.element_bytes
-    per_row: float = modules.routing_bytes[0] * block.experts + modules.routing_bytes[1] * block.topk
-    if modules.combined:
-        per_row += block.rows_per_token * block.hidden * element
-    dense = block.rows * block.batch * per_row
-    dense += _kept_by_attention(block, modules) + _shared(block, modules) * _keeps_shared(block)
-    received = block.received(block.rows)
-    inner = (modules.inner_gated if block.gated else modules.inner) * block.ffn / block.expert_tensor
-    return dense, received * (block.hidden * element + 4), received * inner * element
+class _Layer:
+    """What both kinds of layers have; the methods give bytes.
+
+    Args:
+        block: The block.
+        modules: What it consists of.
+        pipeline: How it runs.
+        shares_schedule: Whether it shares a schedule with other layers.
+    """
+
+    def __init__(self, block: Block, modules: Modules, pipeline: Pipeline, *, shares_schedule: bool) -> None:
+        self.block, self.modules, self.pipeline = block, modules, pipeline
+        self.sizes, self.shares_schedule = Sizes.of(block, modules), shares_schedule
+        self.expert_gradients = self.attention_gradients = self.projection_gradients = 0.0
+        if not block.fused_gradients:
+            element = block.element_bytes
+            self.expert_gradients = number_of_expert_weights(block) * element
+            self.attention_gradients = weights_of(attention_weights(block)) * element
+            self.projection_gradients = weights_of(attention_products(block, 0)) * element
+        self.calls = 1 if block.grouped else block.local_experts
+        """Number of products in which the experts of a rank compute one linear layer."""
+
+    def kept(self) -> float:
+        """What it keeps from its forward to its backward pass."""
+        raise NotImplementedError
+
+    def moments(self) -> Iterator[Alive]:
+        """What is alive at each moment at which memory can peak."""
+        raise NotImplementedError
+
+    def _probabilities(self) -> float:
+        """The probabilities that are saved with the rows of the experts."""
+        return self.block.received(self.block.rows) * 4
+
+    def _computing_experts(self) -> float:
+        """In the forward pass, after the last product: outputs of single experts and all of them, or all in
+        the order of the experts and in that of their arrival."""
+        joins = self.sizes.sorts or self.calls > 1
+        return self.sizes.copies * (1 + joins)
+
+    def _beginning_experts(self) -> float:
+        """In the backward pass, before the first product: gradients as they have arrived, and sorted."""
+        return self.sizes.arrived + self.sizes.copies * self.sizes.sorts
+
+    def _within_an_expert(self, share: float, before: int) -> float:
+        """In the backward pass of a share of the rows, within an expert after so many others.
+
+        Alive are sorted gradients, gradients of the rows and weights of the others, whose inner tensors are
+        released, and of this one gradients inside it and that of its last weight (or the input of this
+        product, which waits).
+        """
+        block, width = self.block, self.block.ffn / self.block.expert_tensor
+        rows = block.received(block.rows) * share
+        others = before / self.calls
+        inside = rows * self.modules.gradient_bytes[block.gated] * width / self.calls
+        if self.pipeline.splits_weights:
+            released = rows * width * block.element_bytes / self.calls
+            return self.sizes.copies * share * (1 + others) + inside + released
+        weights = self.expert_gradients * (others + 1 / self.calls / (3 if block.gated else 2))
+        rows_and_inner = self.sizes.copies * (1 + others) - self.sizes.inner * others
+        return rows_and_inner * share + inside + weights
+
+    def _computing_gradients_of_experts(self, share: float) -> float:
+        """The most of all moments in the backward pass of a share of the rows."""
+        return max(
+            self._beginning_experts() * share,
+            self._within_an_expert(share, 0),
+            self._within_an_expert(share, self.calls - 1),
+            self._ending_experts(share),
+        )
+
+    def _ending_experts(self, share: float) -> float:
+        """In the backward pass of a share of the rows, after the last product: gradients of the rows twice,
+        as in the forward pass, and those of all weights; without the tensors inside the experts, which are
+        released one expert after the other."""
+        weights = 0.0 if self.pipeline.splits_weights else self.expert_gradients
+        return (self._computing_experts() - self.sizes.inner) * share + weights
 
 
-def _kept_by_attention(block: Block, modules: _Modules) -> float:
-    """Bytes saved by attention, both norms and the residual stream."""
-    tokens, element = block.rows * block.batch, block.element_bytes
-    # A recomputed norm saves its input. Transformer Engine fuses the first norm with the projection, which
-    # saves its output, except in latent attention.
-    norms_again = int("layernorm" in block.recompute_modules)
-    if "mla_up_proj" in block.recompute_modules or (norms_again and (block.latent or modules != _FUSED)):
-        norms_again += 1
-    norms = _norm_bytes(block, modules) * (2 - norms_again) + tokens * block.hidden * element * norms_again
-    width = (block.heads * (block.head_size + block.value_size)) / block.tensor
-    # Also the log-sum-exp of each head.
-    attended = tokens * block.tensor * (width * element + 4 * block.heads / block.tensor)
-    return norms + attended + _keys(block) * element
+class _MegatronLayer(_Layer):
+    """Megatron's own layer.
+
+    The local variables of ``MoELayer.forward`` keep what is sent and what has arrived until it returns.
+    """
+
+    def kept(self) -> float:
+        sizes = self.sizes
+        experts = sizes.copies + self._probabilities() + sizes.inner - sizes.recomputed
+        return sizes.saved_outside_experts + experts
+
+    def moments(self) -> Iterator[Alive]:
+        yield self._combining()
+        yield self._differentiating_experts()
+        yield self._differentiating_attention()
+
+    def _combining(self) -> Alive:
+        sizes = self.sizes
+        sent_and_arrived = sizes.moved + sizes.arrived * sizes.sorts
+        # Expert outputs are sent while they are received.
+        running = max(self._computing_experts(), 2 * sizes.moved)
+        return self._alive(outside=sizes.saved_outside_experts, running=sent_and_arrived + running)
+
+    def _differentiating_experts(self) -> Alive:
+        worst = self._computing_gradients_of_experts(1.0)
+        sizes, again = self.sizes, self.sizes.recomputed
+        if not sizes.saves_shared:
+            again += sizes.shared
+        return self._alive(outside=sizes.saved_outside_experts, hidden=sizes.hidden, running=worst + again)
+
+    def _differentiating_attention(self) -> Alive:
+        sizes = self.sizes
+        keys = number_of_keys(self.block) * (self.modules.key_sum_bytes + self.block.element_bytes)
+        return Alive(
+            outside=sizes.first_norm + sizes.attended + sizes.keys,
+            experts=0.0,
+            rows=0.0,
+            hidden=sizes.hidden,
+            sums=self.expert_gradients + self.attention_gradients,
+            # Gradients of the residual stream and of the queries.
+            running=2 * sizes.hidden + keys,
+        )
+
+    def _alive(self, *, outside: float, running: float, hidden: float = 0.0) -> Alive:
+        experts = self.kept() - self.sizes.saved_outside_experts
+        return Alive(outside=outside, experts=experts, rows=0.0, hidden=hidden, sums=0.0, running=running)
 
 
-def _norm_bytes(block: Block, modules: _Modules) -> float:
-    """Bytes saved by a norm and its input."""
-    per_number = (modules.norms * block.element_bytes + modules.norms_wide * 4) / 2
-    return block.rows * block.batch * block.hidden * per_number
+class _PipelinedLayer(_Layer):
+    """A layer that runs a schedule, by the moments of the schedule."""
 
+    def kept(self) -> float:
+        chunks = self.pipeline.backward_degree
+        experts = sum(self._saved_by_experts(chunk, chunks) for chunk in range(chunks))
+        return self.sizes.saved_outside_experts + experts
 
-def _shared(block: Block, modules: _Modules) -> float:
-    """Bytes that the backward of shared experts needs saved."""
-    if block.shared_ffn is None:
+    def moments(self) -> Iterator[Alive]:
+        features = self.block.features_of(shares_schedule=self.shares_schedule)
+        for moment in moments(self.pipeline, features, Direction.FORWARD):
+            if moment.kind == kinds.EXPERT.name:
+                yield self._forward(moment)
+        for moment in moments(self.pipeline, features, Direction.BACKWARD):
+            yield self._backward(moment)
+
+    def _forward(self, moment: Moment) -> Alive:
+        """While the experts of a chunk run in the forward pass."""
+        sizes, chunks = self.sizes, self.pipeline.degree
+        assert moment.chunk is not None
+        experts = 0.0
+        for chunk in range(chunks):
+            if moment.has_ended(kinds.EXPERT, chunk):
+                experts += self._saved_by_experts(chunk, chunks)
+                if chunk > moment.chunk - AHEAD:
+                    experts += self._being_stored(chunk, chunks)
+        # What has arrived, sorted, and what it is computed from.
+        running = self._computing_experts() + sizes.copies + sizes.arrived * sizes.sorts
+        if Restored.REBUILD not in self._restored(moment.chunk, chunks):
+            running += sizes.inner - sizes.recomputed
+        return Alive(
+            outside=sizes.saved_outside_experts,
+            experts=experts,
+            rows=self._rows(moment, chunks),
+            hidden=0.0,
+            sums=0.0,
+            running=running / chunks,
+        )
+
+    def _backward(self, moment: Moment) -> Alive:
+        """While a stage of the backward pass runs."""
+        chunks = self.pipeline.backward_degree
+        experts = sum(self._for_experts(moment, chunk) for chunk in range(chunks))
+        return Alive(
+            outside=sum(self._saved_outside(moment, chunk) for chunk in range(chunks)),
+            experts=experts + self._loaded_for_the_layer_below(moment),
+            rows=self._rows(moment, chunks),
+            hidden=self.sizes.hidden + self._collected(moment),
+            sums=self._sums(moment),
+            waiting=self._waiting(moment),
+            running=self._running(moment),
+        )
+
+    def _restored(self, chunk: int, chunks: int) -> frozenset[Restored]:
+        """How the experts of one of so many chunks restore what they do not save."""
+        names = chunk_strategies(self.pipeline.memory)
+        return frozenset(STRATEGIES[names[chunk * len(names) // chunks]])
+
+    def _saved_by_experts(self, chunk: int, chunks: int) -> float:
+        """What the experts save of a chunk for the backward pass, on the device."""
+        sizes, restored = self.sizes, self._restored(chunk, chunks)
+        saved = 0.0
+        if not restored:
+            saved = sizes.copies + self._probabilities() + sizes.inner - sizes.recomputed
+        elif restored == {Restored.REBUILD}:
+            saved = sizes.arrived + self._probabilities()
+        return saved / chunks
+
+    def _being_stored(self, chunk: int, chunks: int) -> float:
+        """What has not been copied to host memory yet when the experts of the next chunk run."""
+        sizes, restored = self.sizes, self._restored(chunk, chunks)
+        stored = 0.0
+        if Restored.OFFLOAD in restored:
+            stored += sizes.inner + sizes.copies * (Restored.REDISPATCH not in restored)
+        if Restored.OFFLOAD_TOKENS in restored:
+            stored += sizes.arrived
+        return stored / chunks
+
+    def _for_experts(self, moment: Moment, chunk: int) -> float:
+        """What the experts of a chunk still need for their backward, saved or restored."""
+        if moment.has_ended(kinds.EXPERT, chunk):
+            return 0.0
+        chunks, sizes = self.pipeline.backward_degree, self.sizes
+        restored = self._restored(chunk, chunks)
+        saved = self._saved_by_experts(chunk, chunks)
+        if not restored:
+            return saved
+        restorer, sorter = kinds.REBUILD, kinds.REBUILD
+        if Restored.OFFLOAD in restored:
+            restorer = kinds.LOAD
+            sorter = kinds.RESORT if Restored.REDISPATCH in restored else kinds.LOAD
+        if sizes.sorts and moment.has_ended(kinds.REBUILD, chunk):
+            # They are needed as they have arrived only to be sorted.
+            saved = self._probabilities() / chunks
+        again = sizes.inner * _has_begun(moment, restorer, chunk)
+        if sizes.sorts or Restored.REBUILD not in restored or len(restored) > 1:
+            again += sizes.copies * _has_begun(moment, sorter, chunk)
+        return saved + again / chunks
+
+    def _loaded_for_the_layer_below(self, moment: Moment) -> float:
+        """What copies from host memory have brought for the layer below, which keeps pace with this one."""
+        if not self.shares_schedule:
+            return 0.0
+        chunks = self.pipeline.backward_degree
+        count = moment.number_ended(kinds.EXPERT) + AHEAD - chunks
+        return sum(self._being_stored(chunk, chunks) for chunk in range(chunks - max(0, count), chunks))
+
+    def _saved_outside(self, moment: Moment, chunk: int) -> float:
+        """What is still saved of a chunk for everything but the experts; keys are of use for all chunks."""
+        sizes = self.sizes
+        saved = 0.0
+        if not moment.has_ended(kinds.ROUTE, chunk):
+            saved += sizes.routing
+        if not moment.has_ended(kinds.SHARED, chunk):
+            saved += sizes.shared * (sizes.saves_shared or _is(moment, kinds.SHARED, chunk))
+        if not moment.has_ended(kinds.ATTENTION, chunk):
+            saved += sizes.attended
+            if not _is(moment, kinds.ATTENTION, chunk):
+                saved += sizes.second_norm
+            users = (kinds.REPERMUTE, kinds.SHARED, kinds.ROUTE)
+            saved += sizes.norm_again * any(_has_begun(moment, user, chunk) for user in users)
+        if not moment.has_ended(kinds.QKV, chunk):
+            saved += sizes.first_norm
+        if not moment.has_ended(kinds.QKV, 0):
+            saved += sizes.keys
+        return saved / self.pipeline.backward_degree
+
+    def _rows(self, moment: Moment, chunks: int) -> float:
+        """Rows of tokens between two stages."""
+        return (moment.rows * self.sizes.moved + moment.gathered * self.sizes.arrived) / chunks
+
+    def _collected(self, moment: Moment) -> float:
+        """Gradients of the residual stream: the first chunk allocates them for all."""
+        first = kinds.MERGE if self.pipeline.whole_attention else kinds.QKV
+        return self.sizes.hidden * (moment.number_ended(first) > 0)
+
+    def _sums(self, moment: Moment) -> float:
+        """Sums of gradients: those of the second chunk make them wide."""
+        projection = self.projection_gradients
+        gradients = {
+            kinds.EXPERT: self.expert_gradients,
+            kinds.ATTENTION: projection,
+            kinds.QKV: self.attention_gradients - projection,
+        }
+        sums = 0.0
+        for kind, one_gradient in gradients.items():
+            stage = WEIGHTS[kind] if self.pipeline.splits_weights else kind
+            sums += one_gradient * self._wide(moment, stage)
+        begun = moment.number_ended(kinds.ATTENTION) > 0 or moment.kind == kinds.ATTENTION.name
+        if begun and not moment.has_ended(kinds.QKV, 0):
+            keys = number_of_keys(self.block)
+            sums += keys * SUM_BYTES
+            if self.block.ring:
+                # Keys of the next step and gradients of the last step, which have been received.
+                sums += keys * (SUM_BYTES + self.block.element_bytes)
+        return sums
+
+    def _wide(self, moment: Moment, kind: StageKind) -> float:
+        """The size of a sum over the stages of this kind that have ended, next to that of one gradient."""
+        ended = moment.number_ended(kind)
+        return min(1, ended) if ended < 2 else SUM_BYTES / self.block.element_bytes
+
+    def _waiting(self, moment: Moment) -> float:
+        """Operands (input and gradient) of the products for weights that are separate stages."""
+        if not self.pipeline.splits_weights:
+            return 0.0
+        block, chunks = self.block, self.pipeline.backward_degree
+        width = block.ffn / block.expert_tensor
+        per_expert_row = 2 * block.hidden + (2 + block.gated) * width
+        operands = {
+            kinds.EXPERT: block.received(block.rows) * block.element_bytes * per_expert_row,
+            kinds.ATTENTION: self._operands(attention_products(block, 0)),
+            kinds.QKV: self._operands(qkv_products(block, 0)),
+        }
+        waiting = 0.0
+        for kind, of_all_chunks in operands.items():
+            for chunk in range(chunks):
+                if moment.has_ended(kind, chunk) and not moment.has_ended(WEIGHTS[kind], chunk):
+                    waiting += of_all_chunks / chunks
+        return waiting
+
+    def _operands(self, products: Sequence[Product]) -> float:
+        """Inputs and gradients of the outputs of linear layers of attention."""
+        block = self.block
+        widths = sum(product.k + product.n for product in products)
+        return block.rows * block.batch * block.element_bytes * widths
+
+    def _running(self, moment: Moment) -> float:
+        """What the running stage itself needs at its worst, in addition to what others have."""
+        if moment.kind == kinds.EXPERT.name:
+            return self._differentiating_experts()
+        if moment.kind in (kinds.REBUILD.name, kinds.RESORT.name):
+            return self._sorting_again(moment)
+        if moment.kind == kinds.ATTENTION.name:
+            return self._differentiating_attention(moment)
+        if moment.kind == kinds.QKV.name:
+            return self._differentiating_projection(moment)
         return 0.0
-    count = modules.inner_gated if block.gated else modules.inner
-    # With sequence parallelism, each rank has a part of their width, and the rows of all ranks.
-    return block.rows * block.batch * count * block.shared_ffn * block.element_bytes
+
+    def _differentiating_experts(self) -> float:
+        share = 1 / self.pipeline.backward_degree
+        return self._computing_gradients_of_experts(share) + self.sizes.recomputed * share
+
+    def _sorting_again(self, moment: Moment) -> float:
+        """Rows that have been brought back as they had arrived; saved ones are counted as such."""
+        assert moment.chunk is not None
+        chunks = self.pipeline.backward_degree
+        brought = {Restored.REDISPATCH, Restored.OFFLOAD_TOKENS} & self._restored(moment.chunk, chunks)
+        return self.sizes.arrived / chunks if brought and self.sizes.sorts else 0.0
+
+    def _differentiating_attention(self, moment: Moment) -> float:
+        """Gradients of residual, norm, projection and queries of the chunk, and of keys up to its last."""
+        share = self._share(moment)
+        seen = share if moment.chunk is None else (moment.chunk + 1) * share
+        weights = 0.0 if self.pipeline.splits_weights else self.projection_gradients
+        return 4 * self.sizes.hidden * share + self.sizes.keys * seen + weights
+
+    def _differentiating_projection(self, moment: Moment) -> float:
+        """Gradients of queries, keys and values, joined; and those of the norm before."""
+        weights = 0.0
+        if not self.pipeline.splits_weights:
+            weights = self.attention_gradients - self.projection_gradients
+        return (4 * self.sizes.hidden + self.sizes.keys) * self._share(moment) + weights
+
+    def _share(self, moment: Moment) -> float:
+        """The share of the sequence that the running stage covers."""
+        return 1.0 if moment.chunk is None else 1 / self.pipeline.backward_degree
 
 
-def _keeps_shared(block: Block) -> bool:
-    """Whether shared experts save these bytes instead of being recomputed."""
-    return {"moe", "shared_experts"}.isdisjoint(block.recompute_modules)
+def _is(moment: Moment, kind: StageKind, chunk: int) -> bool:
+    """Whether the stage of this kind runs, of the chunk or of the whole sequence."""
+    return moment.kind == kind.name and moment.chunk in (None, chunk)
 
 
-def _keys(block: Block) -> float:
-    """Number of elements in the keys and values that a block saves."""
-    rows = block.sequence_length / (block.context if block.ring else 1)
-    return rows * block.batch * block.key_value_width / block.tensor
-
-
-def _attention_products(block: Block) -> list[Product]:
-    return [*qkv_products(block, 0), *attention_products(block, 0)]
+def _has_begun(moment: Moment, kind: StageKind, chunk: int) -> bool:
+    """Whether the stage of this kind runs or has ended."""
+    return _is(moment, kind, chunk) or moment.has_ended(kind, chunk)

@@ -17,7 +17,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from megatron_ampipe.plan.block import Block, Rows
 from megatron_ampipe.plan.cluster import Host
-from megatron_ampipe.plan.memory import expert_bytes
 from megatron_ampipe.plan.operation_times import (
     ZERO,
     OperationTimes,
@@ -30,6 +29,7 @@ from megatron_ampipe.plan.operation_times import (
     shared_products,
     tensors_of,
 )
+from megatron_ampipe.plan.saved import expert_bytes
 from megatron_ampipe.schedule import Direction, StageKind, kinds
 
 COUNT_BYTES = 8

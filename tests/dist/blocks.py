@@ -38,8 +38,11 @@ from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import GRAPH_MODULES, Case
 from tests.dist.worker import use_groups
 from tests.gated_delta_net_standin import with_gated_delta_net
+from tests.late_executor import LateExecutor
 
-EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
+EXECUTORS = {
+    "sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor, "late": LateExecutor,
+}  # fmt: skip
 HEADS = 4
 HIDDEN = 32
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.moments import IN_FLIGHT
+from megatron_ampipe.runtime import executors
 from megatron_ampipe.schedule import LISTED, MEGATRON, Exchange, Partner
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from megatron_ampipe.tools.measuring.grid import block_of_case
@@ -122,6 +124,28 @@ PREDICTED = [
     *(*STOCK.values(), *CASES, *LANCET, JOINED, TWO, *itertools.chain(*STACKS)),
     *(*(case for case, *_ in LEANER), *DENSE, *EIGHTS, *OTHERS_AGAIN),
 ]
+
+
+# Experts so small that most memory is rows of tokens, and with as many experts as ``cpu-small`` has per token
+# (its many-top8). Transfers end as late as they may: on a fast link fewer of them are in flight.
+MANY = {"num_moe_experts": 32, "ffn_hidden_size": 64}
+SMALL_EXPERTS = [
+    case(f"top{topk} of 32, {what}", also=MANY | {"moe_router_topk": topk}, executor="late", **fields)
+    for topk in (1, 2, 8)
+    for what, fields in {
+        "stock": {"degree": 1},
+        **{
+            f"{memory} {degree}": {"degree": degree, "memory": memory}
+            for degree in (2, 4)
+            for memory in ("keep", "rebuild", "redispatch", "offload")
+        },
+        "S2 4": {"memory": "S2"},
+        "S3 4": {"memory": "S3"},
+        "ranks 4": {"exchange": Exchange.RANKS},
+        "moe-only 4": {"schedule": "moe-only"},
+    }.items()
+]
+FAST = [case("top8 of 32 in threads", also=MANY | {"moe_router_topk": 8}, memory="rebuild", degree=2)]
 
 
 class Measurements:
@@ -292,7 +316,48 @@ def test_the_planner_predicts_the_peak(case: Case, reports: Measurements) -> Non
     assert predicted_bytes(case) == pytest.approx(reports.peak(case), rel=tolerance)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", SMALL_EXPERTS, ids=lambda case: case.name)
+def test_the_planner_predicts_the_peak_of_rows_of_tokens(case: Case, reports: Measurements) -> None:
+    """Both are exact but for how many rows each expert gets, which is random, and small tensors."""
+    assert predicted_bytes(case) == pytest.approx(reports.peak(case), rel=0.03)
+
+
+def test_no_more_transfers_are_in_flight_than_the_planner_counts() -> None:
+    assert IN_FLIGHT == executors._MAX_IN_FLIGHT
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
+def test_a_fast_link_needs_no_more_than_predicted(case: Case, reports: Measurements) -> None:
+    assert reports.peak(case) <= 1.02 * predicted_bytes(case)
+
+
 FOUR_RANKS = 4
+TWO_HOPS = [
+    case(
+        f"top8 of 32, {exchange} {degree}",
+        also=MANY | {"moe_router_topk": 8},
+        executor="late",
+        world_size=FOUR_RANKS,
+        ranks_per_node=2,
+        exchange=exchange,
+        degree=degree,
+    )
+    for exchange in (Exchange.TWO_DIMENSIONAL, Exchange.NODES)
+    for degree in (2, 4)
+]
+
+
+@pytest.mark.ranks(FOUR_RANKS)
+@pytest.mark.parametrize("case", TWO_HOPS, ids=lambda case: case.name)
+def test_the_planner_predicts_the_peak_of_two_hops(case: Case, reports: Measurements) -> None:
+    # The first hop of ``nodes`` has fewer rows than the second one, which is counted for both.
+    tolerance = 0.03 if case.exchange is Exchange.TWO_DIMENSIONAL else 0.06
+    predicted = predicted_bytes(case, num_ranks=FOUR_RANKS)
+    assert predicted == pytest.approx(reports.peak(case), rel=tolerance)
+
+
 SIZES = {"context_parallel_size": FOUR_RANKS, "expert_model_parallel_size": FOUR_RANKS}
 RING: dict[str, Any] = {"layers": "mm", "stack": 1, "parallel": SIZES}
 RINGS = [

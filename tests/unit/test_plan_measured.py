@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ampipe.plan.cluster import Overlap
 from megatron_ampipe.plan.simulate import TimedProgram, compile_named
-from megatron_ampipe.schedule import Direction, stage_from_text
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Direction, stage_from_text
 from megatron_ampipe.tools.measuring.prediction import block_of, pipeline_of, predict_peaks
 from tests.plan_cases import NONE
 
@@ -122,3 +122,26 @@ def test_predicted_peaks_are_those_that_were_measured() -> None:
             strategies |= pairs.keys()
     assert dtypes == {"fp32", "bf16"}
     assert {"stock", "keep", "rebuild", "redispatch", "offload", "S2", "S3"} <= strategies
+
+
+def test_predicted_peaks_hold_for_every_number_of_experts_per_token() -> None:
+    """Within 5 %, of single layers of ``cpu-small`` over links: named schedules, degrees, exchanges."""
+    compared: dict[int, set[int]] = {}
+    for document in results():
+        is_small = document["grid"].startswith("cpu-small") and document["layers"] == 1
+        # Without a link, fewer transfers are in flight than can be.
+        if not is_small or document["link"] == "none":
+            continue
+        predict_peaks(document)
+        for case in document["cases"]:
+            pairs = [(1, case["stock_predicted_peak_bytes"], case["stock_peak_bytes"])]
+            pairs += [
+                (row["degree"], row["predicted_peak_bytes"], row["peak_bytes"])
+                for row in case["rows"]
+                if row["schedule"] in SCHEDULE_NAMES
+            ]
+            wrong = [pair for pair in pairs if abs(pair[1] / pair[2] - 1) > 0.05]
+            assert not wrong, f"{document['command']}, {case['name']}: degree, predicted, measured {wrong}"
+            compared.setdefault(case["block"]["topk"], set()).update(degree for degree, *_ in pairs)
+    assert compared.keys() >= {1, 2, 8}
+    assert all({1, 4} <= degrees for degrees in compared.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_ampipe.plan.block import Block
@@ -39,12 +40,14 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
 
 def predict_peaks(document: dict[str, Any]) -> None:
     """Add predictions of ``peak_bytes`` to every row and case of a result. Needs no cluster."""
-    options: dict[str, Any] = {"local": True, "gathers": True}
     for case in document["cases"]:
-        block, options["num_layers"] = block_of(case, document["ranks"]), case.get("layers", 1)
+        block = block_of(case, document["ranks"])
+        options: dict[str, Any] = {"local": block.local, "gathers": True, "num_layers": case.get("layers", 1)}
         case["stock_predicted_peak_bytes"] = round(peak_bytes(block, Pipeline.of(1), **options))
         for row in case["rows"]:
-            row["predicted_peak_bytes"] = round(peak_bytes(block, pipeline_of(row), **options))
+            pipeline = pipeline_of(row)
+            block_of_row = replace(block, exchange=pipeline.exchange)
+            row["predicted_peak_bytes"] = round(peak_bytes(block_of_row, pipeline, **options))
 
 
 def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> float:
