@@ -22,9 +22,9 @@ from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.planned import exchanges_of, planner_of, rows_of_rank
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.run import Run
-from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -88,11 +88,11 @@ def make_context(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> AMPipeC
     if settings.partner or run.pipeline.partner is not None:
         context.partners = Partners()
     if run.choice is not None:
-        context.predicted_ms = run.choice.predicted_ms
+        context.predicted_ms = run.choice.stages_ms
     return context
 
 
-def _choose(args: argparse.Namespace, run: Run, context: AMPipeContext, hooks: Hooks) -> Choice | None:
+def _choose(args: argparse.Namespace, run: Run, context: AMPipeContext, hooks: Hooks) -> Plan | None:
     """Let the planner choose the pipeline; without a cluster file, the first iterations."""
     settings, given, planner = run.settings, run.pipeline, None
     exchanges = exchanges_of(args) if settings.chooses_exchange else (given.exchange,)

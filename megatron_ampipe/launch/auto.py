@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.launch.hooks import Hook
-from megatron_ampipe.launch.planned import plan_of_choice
+from megatron_ampipe.launch.planned import saved_form
 from megatron_ampipe.launch.trials import (
-    Choice,
     Planner,
     Shape,
     SizeRanges,
@@ -31,6 +30,7 @@ from megatron_ampipe.launch.trials import (
     most_iterations,
 )
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
 
 SHAPE_INTERVAL = 50
@@ -56,20 +56,20 @@ class AutoDegree(Hook):
         planner: Planner | None,
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
         in_one_chunk: str | None = None,
-        keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
+        keep: Callable[[Shape, Plan], None] = lambda shape, choice: None,
         rows_of_tile: Callable[[int], int] = lambda batch: 1,
     ) -> None:
         self._context, self._planner = context, planner
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
         self._keep, self._rows_of_tile = keep, rows_of_tile
         self._ranges = SizeRanges()
-        self._choices: dict[Shape, Choice] = {}
+        self._choices: dict[Shape, Plan] = {}
         self._shape: Shape | None = None
         self._trials: Trials | None = None
         self._until_compared = 0
-        self._next = Choice(context.pipeline, "from the flags")
+        self._next = Plan(pipeline=context.pipeline, reason="from the flags")
 
-    def start(self, shape: Shape) -> Choice | None:
+    def start(self, shape: Shape) -> Plan | None:
         """Plan for the input shape of the flags, before process groups exist; None without a planner."""
         if self._planner is None:
             return None
@@ -98,7 +98,7 @@ class AutoDegree(Hook):
 
     def _use_next(self) -> None:
         self._context.pipeline = self._next.pipeline
-        self._context.predicted_ms = self._next.predicted_ms
+        self._context.predicted_ms = self._next.stages_ms
 
     def _decide(self) -> None:
         passes = self._context.recorder.passes
@@ -113,7 +113,7 @@ class AutoDegree(Hook):
         elif self._trials is not None:
             self._trials.add_times(*times_us)
         if self._trials is not None:
-            self._next = Choice(self._trials.pipeline, "a trial")
+            self._next = Plan(pipeline=self._trials.pipeline, reason="a trial")
             if self._trials.choice is not None:
                 self._settle(self._trials.choice)
         if self._trials is None:
@@ -133,7 +133,7 @@ class AutoDegree(Hook):
             self._settle(choice)
         elif (known := self._ranges.find(tokens, degrees)) is not None:
             pipeline, sizes = known
-            self._settle(Choice(pipeline, f"as for {sizes}"))
+            self._settle(Plan(pipeline=pipeline, reason=f"as for {sizes}"))
         else:
             self._begin_trials(shape, self._ranges.left(tokens, degrees))
 
@@ -157,7 +157,7 @@ class AutoDegree(Hook):
             f"up to {most} iterations; for a short run, set the degree: --ampipe-degree 2"
         )
 
-    def _settle(self, choice: Choice) -> None:
+    def _settle(self, choice: Plan) -> None:
         assert self._shape is not None
         self._trials = None
         self._next = choice
@@ -214,7 +214,7 @@ def _largest_over_ranks(numbers: list[float]) -> list[float]:
 
 
 def save_choice(
-    args: argparse.Namespace, path: str | None, announced: Shape, shape: Shape, choice: Choice
+    args: argparse.Namespace, path: str | None, announced: Shape, shape: Shape, choice: Plan
 ) -> None:
     """Write the choice for the input shape of the flags (``announced``) as a plan file, on rank 0.
 
@@ -224,6 +224,6 @@ def save_choice(
         return
     try:
         head = "chosen by --ampipe-degree auto; for --ampipe-plan FILE"
-        plan_of_choice(args, choice).write(Path(path), head=head)
+        saved_form(args, choice).write(Path(path), head=head)
     except RunFailed as error:
         print_on_first_rank(f"a restart chooses again: {error}")

@@ -18,7 +18,7 @@ from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.settings import SETTING, Setting, parse_size, settings_of, size_to_text
 from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.trials import Choice, Planner, Shape
+from megatron_ampipe.launch.trials import Planner, Shape
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
@@ -65,7 +65,7 @@ def planner_of(
     cluster = read_cluster(find_cluster(cluster_file, flag="--ampipe-cluster"))
     block, layers = block_of_args(args), layers_of(_model_of_args(args))
 
-    def plan(shape: Shape) -> Choice:
+    def plan(shape: Shape) -> Plan:
         rows, batch = shape
         length = rows * block.tensor * block.context
         shaped = replace(block, sequence_length=length, batch=batch)
@@ -74,8 +74,7 @@ def planner_of(
         )
         planned = make_plan(predictor, stack=stack, exchanges=exchanges, with_partner=with_partner(args))
         reason = f"planned from {cluster_file}: {planned.reason}"
-        pipeline = planned.pipeline_of(rows)
-        return Choice(pipeline, reason, planned.stages_ms if pipeline.partner is None else None)
+        return replace(planned, pipeline=planned.pipeline_of(rows), reason=reason)
 
     return plan
 
@@ -95,8 +94,8 @@ def with_partner(args: argparse.Namespace) -> float:
     return max(0.0, 1 - alone / _passes_of_step(args))
 
 
-def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
-    """The pipeline of a plan, with notes on differences between this run and the run that it was made for.
+def plan_of_run(args: argparse.Namespace, plan: Plan, plan_file: str) -> Plan:
+    """The plan of a file for the rows of this run, with notes on differences from the run it was made for.
 
     Raises:
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
@@ -124,9 +123,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         if error.name == "--seq-length":
             raise
         raise setting.refuse(plan_file, f"{not_for}: {error.value} {error.rule}", remedy) from error
-    # Not comparable with partners: a run then measures joint passes.
-    predicted_ms = plan.stages_ms if pipeline.partner is None else None
-    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", predicted_ms, notes)
+    return replace(plan, pipeline=pipeline, reason=f"read from {plan_file}: {plan.reason}", notes=notes)
 
 
 def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
@@ -134,23 +131,16 @@ def _shares_schedule(args: argparse.Namespace, pipeline: Pipeline) -> bool:
     return pipeline.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
 
 
-def plan_of_choice(args: argparse.Namespace, choice: Choice) -> Plan:
-    """The choice of ``--ampipe-degree auto`` for the input shape of the flags, as a plan."""
+def saved_form(args: argparse.Namespace, choice: Plan) -> Plan:
+    """The choice of ``--ampipe-degree auto`` for the flags' input shape, as ``--ampipe-plan`` reads it."""
     pipeline = choice.pipeline
     schedule = pipeline.order or pipeline.schedule_of([features_of_args(args, pipeline)])
-    forward_ms, backward_ms = choice.predicted_ms or (None, None)
     pipeline = replace(
         pipeline,
         order=period(schedule) if _shares_schedule(args, pipeline) else schedule,
         shares=pipeline.shares or (1 / pipeline.num_chunks,) * pipeline.num_chunks,
     )
-    return Plan(
-        pipeline=pipeline,
-        stages_forward_ms=forward_ms,
-        stages_backward_ms=backward_ms,
-        reason=choice.reason,
-        made_for=made_for_of_args(args),
-    )
+    return replace(choice, pipeline=pipeline, made_for=made_for_of_args(args))
 
 
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
@@ -268,7 +258,7 @@ def choose_memory(
     cluster_file: str | None = None,
     *,
     automatic: bool = False,
-) -> Choice:
+) -> Plan:
     """The pipeline with the fastest combination of strategies whose predicted peak memory fits.
 
     The peak counts the activations of the layers of a pipeline stage, for all micro-batches that wait for
@@ -325,9 +315,9 @@ def choose_memory(
         for name in STRATEGIES
         if name in by_name and name != chosen.memory
     )
-    return Choice(
-        replace(given, memory=chosen.memory),
-        f"{compared} within {budget}: predicted peak of the layers' activations "
+    return Plan(
+        pipeline=replace(given, memory=chosen.memory),
+        reason=f"{compared} within {budget}: predicted peak of the layers' activations "
         f"{size_to_text(chosen.peak_bytes)} ({others})",
     )
 

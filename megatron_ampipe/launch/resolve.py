@@ -16,10 +16,10 @@ from megatron_ampipe.block.settings import SETTING, Settings
 from megatron_ampipe.launch import startup
 from megatron_ampipe.launch.planned import (
     captured_modules,
-    choice_of_plan,
     choose_memory,
     layers_split_weights,
     packs_documents,
+    plan_of_run,
 )
 from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
 from megatron_ampipe.launch.run import SWITCHED_OFF, Run
@@ -51,7 +51,7 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
         )
     if run.plan is not None:
         assert run.settings.plan is not None
-        choice = choice_of_plan(args, run.plan, run.settings.plan)
+        choice = plan_of_run(args, run.plan, run.settings.plan)
         run = replace(run, choice=choice, pipeline=choice.pipeline)
     return run
 

@@ -17,7 +17,6 @@ from megatron_ampipe.block.settings import AUTO, SETTING, Settings, check_given,
 from megatron_ampipe.launch import config_files, connections
 from megatron_ampipe.launch.planned import ranks_per_node
 from megatron_ampipe.launch.refusals import offloads_experts
-from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
@@ -70,15 +69,14 @@ class Run:
             ``--ampipe-plan``.
         pipeline: How blocks run at first. With one chunk, Megatron's own layers are built, unless
             ``--ampipe-degree auto`` can choose another pipeline later, or the exchange is not Megatron's.
-        plan: The contents of the plan file; None without.
+        plan: The plan file, as it was read; None without.
         disabled_flags: The flags of :data:`SWITCHED_OFF` that were given.
 
     Set by :func:`~megatron_ampipe.launch.resolve.resolve`:
 
     Attributes:
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
-        choice: Why the pipeline was chosen, by a plan or a planner; None if the flags say it, or if the first
-            iterations choose.
+        choice: The plan for the rows of this run, and why; None without a plan file.
         memory_reason: Why the memory strategy was chosen; None if the flags say it.
         in_one_chunk: Name of a further schedule that ``--ampipe-degree auto`` tries at degree 1.
         recomputed_layers: See ``AMPipeContext``.
@@ -91,7 +89,7 @@ class Run:
     plan: Plan | None = None
     disabled_flags: tuple[str, ...] = ()
     gate: type | None = None
-    choice: Choice | None = None
+    choice: Plan | None = None
     memory_reason: str | None = None
     in_one_chunk: str | None = None
     recomputed_layers: float = 0

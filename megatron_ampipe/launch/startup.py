@@ -17,7 +17,8 @@ from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.run import Run
-from megatron_ampipe.launch.trials import Choice, candidates
+from megatron_ampipe.launch.trials import candidates
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
 from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
 
@@ -63,7 +64,7 @@ def print_end(pipeline: Pipeline) -> None:
 
 
 def pipelined_rows(
-    args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Choice | None, *, on_gpu: bool
+    args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Plan | None, *, on_gpu: bool
 ) -> list[Row]:
     """All rows of a pipelined run, from Megatron's validated and adjusted arguments.
 
@@ -108,12 +109,12 @@ def pipelined_rows(
     return rows
 
 
-def reason_rows(choice: Choice) -> list[Row]:
+def reason_rows(choice: Plan) -> list[Row]:
     """The reason and the notes of a choice."""
     return [("why", choice.reason), *(("note", note) for note in choice.notes)]
 
 
-def _choice_rows(args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Choice | None) -> list[Row]:
+def _choice_rows(args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Plan | None) -> list[Row]:
     """Degree, schedule and exchange, or the candidates that the first iterations try."""
     if run.settings.automatic and choice is None:
         tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import Pipeline, even_chunks
 from megatron_ampipe.schedule.chunks import have_whole_tiles
 
@@ -33,26 +34,8 @@ MINIMUM_GAIN = 0.01
 """A candidate with a higher degree, or later in the list, has to save at least this share of the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A chosen pipeline.
-
-    Attributes:
-        pipeline: The pipeline of the following iterations.
-        reason: Why it was chosen, as a clause.
-        predicted_ms: Predicted time of a pass through a block, forward and backward, from its first stage to
-            its last; None without a prediction.
-        notes: Further information for the user, one sentence each.
-    """
-
-    pipeline: Pipeline
-    reason: str
-    predicted_ms: tuple[float, float] | None = None
-    notes: tuple[str, ...] = ()
-
-
-Planner = Callable[[Shape], Choice]
-"""Chooses a pipeline from a cluster file, without measuring; all ranks choose the same."""
+Planner = Callable[[Shape], Plan]
+"""Makes a plan from a cluster file, without measuring; all ranks choose the same."""
 
 
 def candidates(rows: int, tile: int = 1) -> tuple[int, ...]:
@@ -82,7 +65,7 @@ class Trials:
     def __init__(self, pipelines: Sequence[Pipeline]) -> None:
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
         self._steps = self._all_steps(pipelines)
-        self.choice: Choice | None = None
+        self.choice: Plan | None = None
         self.pipeline = next(self._steps)
         """The pipeline of the next iteration."""
 
@@ -100,7 +83,7 @@ class Trials:
             yield from self._timed([best, pair])
             if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
                 best = pair
-        self.choice = Choice(best, self._reason(best))
+        self.choice = Plan(pipeline=best, reason=self._reason(best))
         while True:
             yield best
 

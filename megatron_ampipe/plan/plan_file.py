@@ -90,13 +90,14 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(_Planned):
-    """How to run every block of a model.
+    """How to run every block of a model, and why: from a planner, a file, or a run's trials.
 
     Predictions are None in a plan that a run has found by measuring (``--ampipe-save-plan``). They cover all
     layers that share a schedule, or one block if layers share none.
 
     Attributes:
-        pipeline: How they run; it always has an order of the stages, and a share for each chunk.
+        pipeline: How they run. In a planner's plan and in a file, it has an order of the stages, and a share
+            for each chunk.
         num_layers: Number of layers that the predictions cover.
         stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.
@@ -109,9 +110,11 @@ class Plan(_Planned):
         partner_stock_ms: The same for Megatron's own layers, one pass after the other.
         reason: Why this plan was chosen, in one sentence.
         made_for: The block and the machines; None if it was removed to run the plan for another block.
+        notes: Further information for the user of a run, one sentence each; not in the file.
     """
 
     pipeline: Pipeline
+    notes: tuple[str, ...] = ()
 
     @property
     def schedule(self) -> Schedule:
@@ -140,7 +143,12 @@ class Plan(_Planned):
 
     @property
     def stages_ms(self) -> tuple[float, float] | None:
-        """Predicted time from first to last stage, forward and backward; None without a prediction."""
+        """Predicted time from first to last stage, forward and backward, to compare with a run's.
+
+        None without a prediction, and with partners, for which a run measures both passes together.
+        """
+        if self.pipeline.partner is not None:
+            return None
         if self.stages_forward_ms is None or self.stages_backward_ms is None:
             return None
         return self.stages_forward_ms, self.stages_backward_ms

@@ -137,7 +137,7 @@ def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatron_ampipe.launch import auto as module
-    from megatron_ampipe.launch.trials import Choice
+    from megatron_ampipe.plan.plan_file import Plan
     from megatron_ampipe.schedule import Pipeline
 
     interval, reduce = module.SHAPE_INTERVAL, module._largest_over_ranks
@@ -149,7 +149,7 @@ def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(
 
     monkeypatch.setattr(module, "_largest_over_ranks", counted)
     found = []
-    for planner in (None, lambda shape: Choice(Pipeline.of(2), "a plan")):
+    for planner in (None, lambda shape: Plan(pipeline=Pipeline.of(2), reason="a plan")):
         layer, context = _layer()
         auto = module.AutoDegree(context, planner=planner)
         auto.start((SHORT, 1))

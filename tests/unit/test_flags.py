@@ -280,7 +280,7 @@ def test_torch_does_not_record_streams_itself(
     monkeypatch.setenv(connections.RECORDS, before or "")
     if before is None:
         monkeypatch.delenv(connections.RECORDS)
-    parsed(*flags.split())
+    prepare(*flags.split())
     assert os.environ.get(connections.RECORDS) == after
 
 

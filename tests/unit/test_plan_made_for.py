@@ -8,9 +8,8 @@ import pytest
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.planned import choice_of_plan, planner_of
+from megatron_ampipe.launch.planned import plan_of_run, planner_of
 from megatron_ampipe.launch.refusals import refuse_unsupported
-from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -77,7 +76,7 @@ def eight_ranks_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
 
 
-def planned(stack: int, **changes: Any) -> Choice:
+def planned(stack: int, **changes: Any) -> Plan:
     run = run_of(num_layers=12, moe_layer_freq=[0] + 11 * [1], **changes)
     planner = planner_of(run, "a800x8-20gbps", stack=stack)
     return planner((run.seq_length // run.tensor_model_parallel_size, 1))
@@ -90,7 +89,7 @@ def test_a_run_plans_as_many_layers_as_may_share_a_schedule() -> None:
     assert together.pipeline.order is not None and together.pipeline.order.repeats
     assert "12 layers as one schedule" in together.reason
     # From the first stage of the first layer to the last stage of the last one.
-    assert sum(together.predicted_ms or ()) > 8 * sum(blocks.predicted_ms or ())
+    assert sum(together.stages_ms or ()) > 8 * sum(blocks.stages_ms or ())
     assert planned(4, **slow, pipeline_model_parallel_size=6, world_size=48).pipeline.stack == 4
     assert planned(ALL_LAYERS, **slow, context_parallel_size=2, world_size=16).pipeline.stack == 1
 
@@ -102,10 +101,10 @@ def test_a_run_with_a_plan_of_layers_that_share_a_schedule(tensor: int, tmp_path
     make_plan(Predictor(made, cluster(), num_layers=6), degrees=(2,)).write(path, head="a test")
     run = run_of(seq_length=4096, moe_router_topk=4, tensor_model_parallel_size=tensor, world_size=8 * tensor)
     run.sequence_parallel = tensor > 1
-    choice = choice_of_plan(run, Plan.read(path), str(path))
-    assert choice.pipeline.stack == ALL_LAYERS and choice.predicted_ms is not None
+    choice = plan_of_run(run, Plan.read(path), str(path))
+    assert choice.pipeline.stack == ALL_LAYERS and choice.stages_ms is not None
     # Where there is a boundary, each layer runs it alone.
-    alone = choice_of_plan(
+    alone = plan_of_run(
         argparse.Namespace(**{**vars(run), "recompute_granularity": "full"}), Plan.read(path), ""
     )
     assert alone.pipeline == choice.pipeline
@@ -114,7 +113,7 @@ def test_a_run_with_a_plan_of_layers_that_share_a_schedule(tensor: int, tmp_path
 def test_a_saved_plan_for_another_block_is_refused(file: Path) -> None:
     run = run_of(seq_length=128, ampipe_plan=None, ampipe_save_plan=str(file))
     with pytest.raises(BadInput, match=r"^--ampipe-save-plan .* Remove the file.* its section made_for"):
-        choice_of_plan(run, Plan.read(file), str(file))
+        plan_of_run(run, Plan.read(file), str(file))
 
 
 def test_what_a_plan_says_is_refused_as_its_flags_are() -> None:
@@ -128,8 +127,8 @@ def test_what_a_plan_says_is_refused_as_its_flags_are() -> None:
 def test_a_plan_without_the_section_runs_with_a_note(file: Path) -> None:
     """A file of an earlier version is accepted if its stages are those of this model's blocks."""
     file.write_text(file.read_text().partition("made_for:")[0])
-    assert choice_of_plan(run_of(seq_length=128), Plan.read(file), str(file)).notes == (
+    assert plan_of_run(run_of(seq_length=128), Plan.read(file), str(file)).notes == (
         f"{file} has no section made_for, so it was not compared with this run",
     )
     with pytest.raises(BadInput, match=r"is not for the blocks of this model: .* runs shared\.0 0 times"):
-        choice_of_plan(run_of(moe_shared_expert_intermediate_size=64), Plan.read(file), str(file))
+        plan_of_run(run_of(moe_shared_expert_intermediate_size=64), Plan.read(file), str(file))
