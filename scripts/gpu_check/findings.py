@@ -21,7 +21,6 @@ from gpu_check.steps import Outcome
 from megatron_ampipe.files.timeline import DIRECTIONS
 from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
-FORMAT = "ampipe-gpu-check-2"
 _TESTS = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
