@@ -91,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         metavar="DIR",
         type=Path,
-        help="receives summary.json, log.txt and trace.json.gz (default: runs/gpu-check in the checkout)",
+        help="receives summary.json, log.txt, trace.json.gz, and what NCCL recorded of ranks that hung "
+        "(default: runs/gpu-check in the checkout)",
     )
     parser.add_argument(
         "--ranks",

@@ -194,17 +194,17 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
     together += [_training(name, scratch) for name, family in FAMILIES.items() if family.ranks == 1]
     first_bench, *other_benches = (_bench(bench, scratch) for bench in _BENCHES)
     return [
-        [_ranks(2, scratch)],
+        [_ranks(2, scratch, output)],
         [_training("two ranks", scratch)],
         [_partners(LINK, scratch)],
-        [_ranks(4, scratch)],
+        [_ranks(4, scratch, output)],
         together,
         [first_bench],
         [_partners(LINK_OF_NCCL, scratch)],
         [_training("two ranks, weight gradients", scratch)],
         [_training("two ranks, FP8", scratch)],
         *([step] for step in other_benches),
-        [_queues(scratch)],
+        [_queues(scratch, output)],
         [_profile(scratch, output)],
         [_attention(scratch)],
         [_training("four ranks, pipeline", scratch)],
@@ -238,9 +238,17 @@ def chosen(groups: Sequence[Sequence[Step]], words: Sequence[str], num_ranks: in
     return [group for group in left if group]
 
 
-def _ranks(num_ranks: int, scratch: Path) -> Step:
+def _of_ranks(num_ranks: int, file: Path, output: Path) -> tuple[str, ...]:
+    """A command that writes a file, and for ranks that hang an archive of the same name."""
+    return (
+        *(sys.executable, "-m", "gpu_check.ranks", "--ranks", str(num_ranks)),
+        *("--json", str(file), "--dumps", str(output / f"{file.stem}-dumps.zip")),
+    )
+
+
+def _ranks(num_ranks: int, scratch: Path, output: Path) -> Step:
     lines = scratch / f"{num_ranks}-ranks.jsonl"
-    command = (sys.executable, "-m", "gpu_check.ranks", "--ranks", str(num_ranks), "--json", str(lines))
+    command = _of_ranks(num_ranks, lines, output)
     shows = {
         2: "layers on two ranks equal Megatron's: EP, TP, CP, interleaved pipeline stages, the exchange "
         "`ranks`, fp32 and bf16, two degrees, placed reductions, partners, graphs in 1F1B order, after an "
@@ -261,19 +269,9 @@ def _ranks(num_ranks: int, scratch: Path) -> Step:
     )
 
 
-def _queues(scratch: Path) -> Step:
+def _queues(scratch: Path, output: Path) -> Step:
     queues = scratch / "queues.jsonl"
-    command = (
-        sys.executable,
-        "-m",
-        "gpu_check.ranks",
-        "--ranks",
-        "2",
-        "--json",
-        str(queues),
-        "--queues",
-        "6",
-    )
+    command = (*_of_ranks(2, queues, output), "--queues", "6")
     shows = (
         "which of `CUDA_DEVICE_MAX_CONNECTIONS` 1, 8, 32 with `NCCL_LAUNCH_ORDER_IMPLICIT` 0, 1 hang on two "
         "ranks: a finding, not a failure"

@@ -27,6 +27,7 @@ from gpu_check.torch_trace import read_profile
 from megatron_ampipe.cli import build_parser
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from tests.dist import one_device
 from tests.forked import alive, completed, until
 
 GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
@@ -424,6 +425,7 @@ def write(**fields):
 for name in json.loads(words["--cases"]):
     write(begins=name)
     if name == "hangs" and rank:
+        open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "1", "w").write("what it did last")
         print("waiting", flush=True)
         time.sleep(100)
     if name == "ends" and not rank:
@@ -436,7 +438,7 @@ for name in json.loads(words["--cases"]):
 
 
 def of_ranks(tmp_path: Path) -> tuple[Path, ranks.Launch, ranks.Limits]:
-    launch = ranks.Launch((sys.executable, "-c", _RANK), 2, None, tmp_path)
+    launch = ranks.Launch((sys.executable, "-c", _RANK), 2, None, tmp_path, dumps=tmp_path / "dumps.zip")
     return tmp_path / "lines", launch, ranks.Limits(case_s=3, start_s=20, grace_s=0.5)
 
 
@@ -455,6 +457,8 @@ def test_ranks_that_hang_or_end_are_started_again_for_what_is_left(tmp_path: Pat
     }
     assert (found["hangs"][1][1], found["ends"][0][1]) == ("waiting", "no memory")
     assert ranks.exit_code(lines) == 4
+    with zipfile.ZipFile(tmp_path / "dumps.zip") as dumps:
+        assert dumps.namelist() == ["hangs/flight-recorder-1"]
     assert [ranks.exit_code(lines[:8]), ranks.exit_code(ranks.read(file)[:3])] == [3, 0]
     # Cut while it wrote.
     text = file.read_text() + '{"case": "never", "rank": 0, "out'
@@ -476,6 +480,10 @@ def test_ranks_that_hang_or_end_are_started_again_for_what_is_left(tmp_path: Pat
         "2 ranks over NCCL 2.28, what last shows": (Outcome.OK, "1 of 1 cases"),
         "2 ranks over NCCL 2.28, what never shows": (Outcome.CUT, "0 of 0 cases; 1 did not end"),
     }
+
+
+def test_nccl_writes_what_it_did_before_a_case_is_ended() -> None:
+    assert one_device.TIMEOUT_S + 15 < ranks.CASE_S
 
 
 def test_a_hang_is_a_finding_of_the_order_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
