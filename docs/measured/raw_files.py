@@ -111,13 +111,18 @@ def has_history() -> bool:
     return done.returncode == 0 and done.stdout.strip() == "false"
 
 
+def is_check(document: Document) -> bool:
+    """True for a file of ``scripts/gpu_check.sh``."""
+    return str(document.get("format", "")).startswith("ampipe-gpu-check-")
+
+
 def steps_of(document: Document) -> list[dict[str, Any]]:
     """The steps of a ``scripts/gpu_check.sh``, with what they found as a document where it is one."""
     steps = []
     for step in document["steps"]:
         found = None
-        # The lines of tests are several documents.
-        if step["found"] and step["kind"] != "tests":
+        # Lines are several documents.
+        if step["found"] and step["kind"] not in ("tests", "ranks", "queues"):
             found = json.loads(step["found"])
         steps.append({**step, "found": found})
     return steps
