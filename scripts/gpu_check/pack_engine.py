@@ -1,4 +1,4 @@
-"""Makes wheels of Transformer Engine that are small enough to travel to a lent machine, for one GPU and torch.
+"""Makes wheels of Transformer Engine that are small enough to travel, for one kind of GPU and one torch.
 
     PYTHONPATH=.:scripts python -m gpu_check.pack_engine DIR --torch 2.11.0
 
