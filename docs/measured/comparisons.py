@@ -18,12 +18,14 @@ CHUNKS = "{} chunks"
 MOE_ONLY = "moe-only, {} chunks"
 PARTNERS = "partners"
 GRAPHS = "{} chunks, graphs"
+_SEARCHED = "partners, searched"
 OF_SCRIPT = {
-    **{kind.name: kind.title for kind in KINDS if kind.name not in (MEGATRON, CONTROL)},
+    **{kind.name: kind.title for kind in KINDS if kind.name not in (MEGATRON, CONTROL, _SEARCHED)},
     # Of earlier versions.
     "partners, degree 2": "partners in 2 chunks",
     "partners, degree 4": "partners in 4 chunks",
     "partners": "partners, listed",
+    _SEARCHED: _SEARCHED,
 }
 """What ``docs/measured/partners.py`` calls the kinds of a step, and what the tables call them."""
 OF_MEGATRON = {kind.name for kind in KINDS if kind.of_megatron}

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ MEASURED = Path(__file__).resolve().parent
 DOCS = MEASURED.parent
 ROOT = DOCS.parent
 MIB = 1 << 20
+# What is checked on a GPU is described next to the check (gpu_checks.py), which no package holds.
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 UNKNOWN = "unknown"
 """What a raw file names as its commit where its code was in no repository."""
 

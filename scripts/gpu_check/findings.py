@@ -193,9 +193,9 @@ def _attention(text: str) -> Iterator[Row]:
     document = json.loads(text)
     for case in document["cases"]:
         kernels = case["kernels"]
-        times = [
-            f"{name} {found['ms']:.2f} ms (host {found['host_us']:.0f} us)" for name, found in kernels.items()
-        ]
+        times = [_time_of_kernel(name, found) for name, found in kernels.items()]
+        if case.get("control"):
+            times.append(_time_of_kernel("the first again", case["control"]))
         reasons = [f"{name}: {reason}" for name, reason in case["unusable"].items()]
         # A NaN is not at most what is allowed.
         wrong = {
@@ -206,6 +206,13 @@ def _attention(text: str) -> Iterator[Row]:
         differing = [f"{name} differs by {difference:.0e}" for name, difference in wrong.items()]
         outcome = Outcome.DIFFERENT if wrong else Outcome.OK if kernels else Outcome.SKIPPED
         yield Row(f"attention, {case['name']}", outcome, "; ".join([*differing, *times, *reasons]))
+
+
+def _time_of_kernel(name: str, found: Mapping[str, Any]) -> str:
+    # Checks of earlier formats have no range.
+    low, high = found.get("range_ms", [found["ms"], found["ms"]])
+    spread = "" if low == high else f", {low:.2f} to {high:.2f}"
+    return f"{name} {found['ms']:.2f} ms{spread} (host {found['host_us']:.0f} us)"
 
 
 def _training(text: str) -> Iterator[Row]:

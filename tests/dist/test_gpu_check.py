@@ -122,6 +122,10 @@ def test_the_step_that_times_attention_runs_to_its_end(tmp_path: Path) -> None:
     measured = [of_kernel for case in found["cases"] for of_kernel in case["kernels"].values()]
     assert max(of_kernel["difference"] for of_kernel in measured) < 1e-5
     assert all(0 < of_kernel["host_us"] <= 1e3 * of_kernel["ms"] for of_kernel in measured)
+    for of_kernel in [*measured, *(case["control"] for case in found["cases"])]:
+        low, high = of_kernel["range_ms"]
+        assert low <= of_kernel["ms"] <= high
+    assert found["versions"]["commit"]
 
 
 # gloo copies on its own, in some runs within torch's check for waits: that case is for a GPU.

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import gpu_checks
 import pytest
 import step_kinds
 
@@ -507,6 +508,30 @@ def test_a_hang_is_a_finding_of_the_order_of_kernels(tmp_path: Path, monkeypatch
     ]
 
 
+def test_tables_of_ranks_are_made_of_what_was_stored() -> None:
+    head = {
+        "ranks": 2,
+        "nccl": [2, 28],
+        "cases": {"one": "experts (EP2)", "two": "experts (EP2)", "lost": "CP2"},
+    }
+    outcomes = [("one", "equal"), ("two", "hung")]
+    cases = [
+        {"case": case, "rank": rank, "outcome": how, "said": ""} for case, how in outcomes for rank in (0, 1)
+    ]
+    queue = {"environment": ranks.QUEUES[1], "found": {"one": ["equal"], "two": ["hung"]}, "said": []}
+    documents = {"gpu-check-9": {"steps": [
+        {"kind": kind, "found": "".join(json.dumps(line) + "\n" for line in lines) + '{"cut'}
+        for kind, lines in (("ranks", [head, *cases]), ("queues", [queue]), ("tests", []))
+    ]}}  # fmt: skip
+    link = "[gpu-check-9](measured/gpu-check-9.json)"
+    assert gpu_checks.ranks_table(documents).splitlines()[2:] == [
+        f"| {link} | 2 | NCCL 2.28 | experts (EP2) | 1 of 2 | hung |",
+        "|  | 2 | NCCL 2.28 | CP2 | 0 of 1 |  |",
+    ]
+    assert gpu_checks.queues_table(documents).splitlines()[2:] == [f"| {link} | 1 | 1 | 1 of 2 | two |"]
+    assert gpu_checks.ranks_table({}) == gpu_checks.queues_table({}) == "Not run on a GPU yet.\n"
+
+
 # Profiles
 
 
@@ -758,11 +783,17 @@ def test_kernels_of_attention_are_timed_and_compared(difference: float, outcome:
             "cudnn": {"ms": 2.5, "host_us": 91.0, "difference": 0.0},
             "torch-flash-2": {"ms": 3.25, "host_us": 60.0, "difference": difference},
         },
+        "control": {"ms": 2.6, "range_ms": [2.5, 2.75], "host_us": 90.0},
         "unusable": {"flash-attn-3": "not installed"},
     }
-    text = json.dumps({"allowed": 0.03, "cases": [case, case | {"name": "sinks", "kernels": {}}]})
+    text = json.dumps(
+        {"allowed": 0.03, "cases": [case, case | {"name": "sinks", "kernels": {}, "control": None}]}
+    )
     found = rows(Done("attention", "attention times", Outcome.OK, 9.0, "", text))
-    times = "cudnn 2.50 ms (host 91 us); torch-flash-2 3.25 ms (host 60 us); flash-attn-3: not installed"
+    times = (
+        "cudnn 2.50 ms (host 91 us); torch-flash-2 3.25 ms (host 60 us); "
+        "the first again 2.60 ms, 2.50 to 2.75 (host 90 us); flash-attn-3: not installed"
+    )
     said = "" if outcome is Outcome.OK else f"torch-flash-2 differs by {difference:.0e}; "
     assert found == {
         "attention, 8,192 rows": (outcome, said + times),
