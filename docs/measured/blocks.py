@@ -18,13 +18,14 @@ from comparisons import (
     comparisons_of,
     merged,
 )
-from raw_files import Document, Documents, markdown, steps_of, without_empty
+from gpu_checks import plan_table, queues_table, ranks_table
+from raw_files import Document, Documents, is_check, markdown, steps_of, without_empty
 
 from megatron_ampipe.tools.measuring.prediction import predict_peaks
 
-GPU_CHECKS = r"gpu-check-(te-)?h200"
-GPU_LAYERS = r"gpu-check-h200|deepseek-te-h200"
-GPU_STEPS = r"gpu-check-h200|partners-te-h200"
+GPU_CHECKS = r"gpu-check-.*"
+GPU_LAYERS = r"gpu-check-(?!te-h200).*|deepseek-te-h200"
+GPU_STEPS = r"gpu-check-(?!te-h200).*|partners-te-h200"
 CPU_LAYERS = r"cpu-small-(\d+mbit|none)(?!-pretended).*|layers-training-.*|partners-.*mbit.*"
 
 
@@ -228,7 +229,7 @@ def gpu_memory(documents: Documents) -> str:
 
 
 def _bench_documents(document: Document) -> Iterator[Document]:
-    if document.get("format") == "ampipe-gpu-check-1":
+    if is_check(document):
         yield from (step["found"] for step in steps_of(document) if step["kind"] == "bench")
     elif "cases" in document:
         yield document
@@ -415,6 +416,9 @@ BLOCKS = (
     Block("docs/gpu.md", "loop", "gpu-check-h200", gpu_loop),
     Block("docs/gpu.md", "memory", GPU_LAYERS, gpu_memory),
     Block("docs/gpu.md", "host", "gpu-check-h200", gpu_host),
+    Block("docs/gpu.md", "plan of the check", r"(?!)", plan_table),
+    Block("docs/gpu.md", "ranks", GPU_CHECKS, ranks_table),
+    Block("docs/gpu.md", "order of kernels", GPU_CHECKS, queues_table),
     Block("docs/partners.md", "partners", r"partners-(?!te-).*", partners_by_link),
     Block("docs/memory.md", "saved", r"memory-.*", memory_saved),
     Block("docs/weights.md", "lancet", r"lancet-(?!covers).*", weight_gradients),

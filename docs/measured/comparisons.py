@@ -11,27 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raw_files import Document, steps_of, without_empty
+from raw_files import Document, is_check, steps_of, without_empty
+from step_kinds import CONTROL, KINDS, MEGATRON
 
-CONTROL = "control"
 CHUNKS = "{} chunks"
 MOE_ONLY = "moe-only, {} chunks"
 PARTNERS = "partners"
 GRAPHS = "{} chunks, graphs"
-OVERLAP = "Megatron's overlap"
+_SEARCHED = "partners, searched"
 OF_SCRIPT = {
-    "megatron, overlapped": OVERLAP,
-    **{f"moe-only, degree {degree}": MOE_ONLY.format(degree) for degree in (2, 4)},
-    "partners, megatron-1f1b": PARTNERS,
+    **{kind.name: kind.title for kind in KINDS if kind.name not in (MEGATRON, CONTROL, _SEARCHED)},
+    # Of earlier versions.
     "partners, degree 2": "partners in 2 chunks",
-    "partners, cut in two": "partners in 2 chunks",
     "partners, degree 4": "partners in 4 chunks",
     "partners": "partners, listed",
-    "partners, searched": "partners, searched",
-    **{f"stack, degree {degree}": CHUNKS.format(degree) for degree in (2, 4)},
-    **{f"stack, degree {degree}, CUDA graphs": GRAPHS.format(degree) for degree in (2, 4)},
+    _SEARCHED: _SEARCHED,
 }
 """What ``docs/measured/partners.py`` calls the kinds of a step, and what the tables call them."""
+OF_MEGATRON = {kind.name for kind in KINDS if kind.of_megatron}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class Comparison:
 
 def comparisons_of(document: Document) -> Iterator[Comparison]:
     """Every case of a raw file; nothing for files that compare something else."""
-    if document.get("format") == "ampipe-gpu-check-1":
+    if is_check(document):
         for step in steps_of(document):
             if step["kind"] in ("bench", "partners"):
                 yield from comparisons_of(step["found"])
@@ -133,7 +130,7 @@ def _of_partners(document: Document) -> Comparison:
             name: document["bound_seconds"] / statistics.median(seconds[key])
             for key, name in OF_SCRIPT.items()
             # How near AMPipe's come is told, not how near Megatron's does.
-            if key in seconds and name != OVERLAP
+            if key in seconds and key not in OF_MEGATRON
         }
     on_cpu = case["dtype"] == "fp32"
     return Comparison(

@@ -9,9 +9,10 @@ kernel's TCP runs on the cores that compute: how much longer attention takes whi
 measured as well, and a second bound is that of computation so much slower for as long as there are transfers.
 On a GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs.
 
-What is not AMPipe's, next to Megatron's layers: its own overlap of two micro-batches
-(:mod:`megatron_overlap`), which it has in 16 bit only; and ``moe-only``, which cuts experts and their
-exchanges, but not attention, as Tutel does.
+What is not AMPipe's, next to Megatron's layers: its own loop (:mod:`megatron_loop`) with CUDA graphs of the
+same modules, with its overlap of two micro-batches, which it has in 16 bit only, and with both, which needs
+layers of Transformer Engine; and ``moe-only``, which cuts experts and their exchanges, but not attention, as
+Tutel does. A kind that cannot run here is in the raw file with what it needs (:mod:`step_kinds`).
 
 Before anything is timed, gradients of every kind of step are compared with those of Megatron's layers. In
 bf16, the experts that Megatron's layers choose for the first micro-batch are prescribed to all layers and
@@ -38,6 +39,22 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from step_kinds import (
+    CONTROL,
+    DEGREES,
+    KINDS,
+    MEGATRON_GRAPHS,
+    MOE_ONLY,
+    OVERLAP,
+    OVERLAP_GRAPHS,
+    STACK,
+    STACK_GRAPHS,
+    left_out,
+)
+from step_kinds import (
+    MEGATRON as STOCK,
+)
+
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.partners import best_period, both_passes
@@ -58,11 +75,8 @@ CPU_CASE = replace(
 )
 GPU_RANKS = 8
 LAYERS, MICROBATCHES, ROUNDS = 4, 8, 3
-DEGREES = (2, 4)
 GRAPHS = frozenset({"attn", "moe_router", "moe_preprocess"})
 """Of ``--cuda-graph-modules``."""
-OVERLAP = "megatron, overlapped"
-"""With Megatron's own ``--overlap-moe-expert-parallel-comm``."""
 PARTNERS = {
     f"partners, {MEGATRON}": Partner(order=MEGATRON),
     "partners, cut in two": Partner(2),
@@ -103,19 +117,23 @@ def main() -> None:
         each = [
             1e3 * value / MICROBATCHES for value in (medians[name], min(seconds[name]), max(seconds[name]))
         ]
-        gain, work_share = medians["megatron"] / medians[name], processor[name] / processor["megatron"]
+        gain, work_share = medians[STOCK] / medians[name], processor[name] / processor[STOCK]
         print(
             f"{name:20} {each[0]:5.0f} ms a micro-batch ({each[1]:.0f} to {each[2]:.0f}), {gain:.2f}x, ",
             end="",
         )
         print(f"processor {work_share:.2f}x, {bound_s / medians[name]:.1%} of the bound, ", end="")
         print(f"{next_to_transfers_s / medians[name]:.1%} of that next to transfers")
+    missing = missing_kinds(job)
+    for name, why in missing.items():
+        print(f"{name:20} {why}")
     document = {
         "command": ["python", *sys.argv],
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "case": asdict(job.case) | {"layers": LAYERS, "microbatches": MICROBATCHES},
         "differences": of_ranks[0]["differences"],
+        "left_out": missing,
         "tolerance": Tolerance.of(job.case.dtype, None).limit,
         "stages_seconds": [found["stages_s"] for found in of_ranks],
         "waits_seconds": [found["waits_s"] for found in of_ranks],
@@ -127,6 +145,11 @@ def main() -> None:
         "processor_seconds": {name: [found["processor"][name] for found in of_ranks] for name in names},
     }
     Path(file).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def missing_kinds(job: Steps) -> dict[str, str]:
+    """The kinds of steps that cannot run, each with what it needs."""
+    return left_out(on_gpu=job.on_cuda, in_16_bit=job.case.dtype != "fp32", of_engine=not job.case.local)
 
 
 def bound_of_rank(found: Mapping[str, Any], slower: bool) -> float:
@@ -179,7 +202,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         emulation.num_experts = case.experts
     import torch
     import torch.distributed as dist
-    from megatron_overlap import FIELDS, run_overlapped
+    from megatron_loop import OVERLAP as OVERLAP_FIELDS
+    from megatron_loop import Loop, graphs
 
     from megatron_ampipe.runtime.partners import Partners
     from megatron_ampipe.tools.measuring.bench_job import Variant
@@ -296,27 +320,33 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         context.graph_modules, context.graph_warm_up = GRAPHS, 2
         return layers
 
-    steps: dict[str, Callable[[], list[torch.Tensor]]] = {
-        "megatron": functools.partial(in_turn, factory.stock),
-        "control": functools.partial(in_turn, factory.stock),
-    }
-    if case.dtype != "fp32":
-        overlapping = with_same_experts(factory.build_megatron(**FIELDS))
-        steps[OVERLAP] = functools.partial(run_overlapped, overlapping, given, above)
-    steps |= {
-        f"moe-only, degree {degree}": functools.partial(in_turn, experts_alone(degree)) for degree in DEGREES
-    }
-    steps |= {f"stack, degree {degree}": functools.partial(in_turn, stack(degree)) for degree in DEGREES}
-    if on_cuda:
-        steps |= {
-            f"stack, degree {degree}, CUDA graphs": functools.partial(in_turn, graphed(stack(degree)))
-            for degree in DEGREES
-        }
+    missing = missing_kinds(rank.job)
+    first_steps: dict[str, int] = {}
+    steps: dict[str, Callable[[], list[torch.Tensor]]] = {}
+
+    def of_loop(name: str, fields: dict[str, Any]) -> None:
+        """A step of Megatron's own loop, where it runs."""
+        if name not in missing:
+            loop = Loop(with_same_experts(factory.build_megatron(**fields)))
+            first_steps[name] = loop.first_steps
+            steps[name] = functools.partial(loop.step, given, above)
+
+    steps[STOCK] = steps[CONTROL] = functools.partial(in_turn, factory.stock)
+    of_loop(MEGATRON_GRAPHS, graphs(sorted(GRAPHS), implementation="local"))
+    of_loop(OVERLAP, OVERLAP_FIELDS)
+    of_loop(OVERLAP_GRAPHS, OVERLAP_FIELDS | graphs(sorted(GRAPHS), implementation="transformer_engine"))
+    for degree in DEGREES:
+        steps[MOE_ONLY.format(degree)] = functools.partial(in_turn, experts_alone(degree))
+    for degree in DEGREES:
+        steps[STACK.format(degree)] = functools.partial(in_turn, stack(degree))
+    for degree in DEGREES:
+        name = STACK_GRAPHS.format(degree)
+        if name not in missing:
+            steps[name] = functools.partial(in_turn, graphed(stack(degree)))
     partners = PARTNERS | {"partners, searched": searched(stages_alone(uncut, 0))}
-    steps |= {
-        name: functools.partial(with_partners, stack(DEGREES[0], partner))
-        for name, partner in partners.items()
-    }
+    for name, partner in partners.items():
+        steps[name] = functools.partial(with_partners, stack(DEGREES[0], partner))
+    assert [*steps] == [kind.name for kind in KINDS if kind.name not in missing]
 
     def together() -> None:
         dist.barrier()
@@ -332,6 +362,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     differences: dict[str, float] = {}
     expected: list[torch.Tensor] = []
     for name, step in steps.items():
+        for _ in range(first_steps.get(name, 0)):
+            step()
         clear()
         found = step()
         found += [getattr(parameter, "main_grad", parameter.grad).clone() for parameter in parameters]

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ MEASURED = Path(__file__).resolve().parent
 DOCS = MEASURED.parent
 ROOT = DOCS.parent
 MIB = 1 << 20
+# What is checked on a GPU is described next to the check (gpu_checks.py), which no package holds.
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 UNKNOWN = "unknown"
 """What a raw file names as its commit where its code was in no repository."""
 
@@ -111,13 +114,18 @@ def has_history() -> bool:
     return done.returncode == 0 and done.stdout.strip() == "false"
 
 
+def is_check(document: Document) -> bool:
+    """True for a file of ``scripts/gpu_check.sh``."""
+    return str(document.get("format", "")).startswith("ampipe-gpu-check-")
+
+
 def steps_of(document: Document) -> list[dict[str, Any]]:
     """The steps of a ``scripts/gpu_check.sh``, with what they found as a document where it is one."""
     steps = []
     for step in document["steps"]:
         found = None
-        # The lines of tests are several documents.
-        if step["found"] and step["kind"] != "tests":
+        # Lines are several documents.
+        if step["found"] and step["kind"] not in ("tests", "ranks", "queues"):
             found = json.loads(step["found"])
         steps.append({**step, "found": found})
     return steps

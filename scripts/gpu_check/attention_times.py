@@ -23,7 +23,7 @@ from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import FLASH_KERNELS, KERNELS, LATENT, WINDOW, Needs, why_not
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.tools.measuring import result
+from megatron_ampipe.tools.measuring import machine, result
 
 ALLOWED = 2**-5
 """Largest difference of outputs and gradients of two kernels in bf16, relative to the largest value."""
@@ -78,7 +78,8 @@ def main() -> int:
     for case in CASES:
         rows, first_row = case.rows // chosen.shorter, case.first_row // chosen.shorter
         found.append(measure(replace(case, rows=rows, first_row=first_row), device=chosen.device))
-        result.write({"allowed": ALLOWED, "cases": found}, chosen.json)
+        versions = machine.versions()
+        result.write({"versions": versions, "allowed": ALLOWED, "cases": found}, chosen.json)
     return 0
 
 
@@ -86,13 +87,14 @@ def measure(case: Case, *, device: str) -> dict[str, Any]:
     """Time the kernels in one case, forward and backward.
 
     Returns:
-        The fields of the case; ``kernels``: for each one ``ms``, ``host_us`` (until everything is issued) and
-        ``difference`` from the first one; ``unusable``: why others are not used.
+        The fields of the case; ``kernels``: for each one ``ms``, ``range_ms`` (of all repeats), ``host_us``
+        (until everything is issued) and ``difference`` from the first one; ``control``: the first one, timed
+        again after all others; ``unusable``: why others are not used.
     """
     kernels, unusable = _usable(case, device=device)
     torch.manual_seed(1)
     tensors, gradient = _inputs(case, device=device)
-    measured: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, Any]] = {}
     first: list[Tensor] | None = None
     # The sort is stable.
     for kernel in sorted(kernels, key=lambda name: name == "flash-attn-4"):
@@ -106,7 +108,11 @@ def measure(case: Case, *, device: str) -> dict[str, Any]:
         # Unlike Python's maximum, torch's is not a number if one of them is not.
         difference = torch.stack(differences).max().item()
         measured[kernel] = {**_timed(passes, on_cuda=device == "cuda"), "difference": difference}
-    return {**asdict(case), "kernels": measured, "unusable": unusable}
+    control = None
+    if measured:
+        again = _passes(case, next(iter(measured)), tensors, gradient)
+        control = _timed(again, on_cuda=device == "cuda")
+    return {**asdict(case), "kernels": measured, "control": control, "unusable": unusable}
 
 
 def _usable(case: Case, *, device: str) -> tuple[Sequence[str], dict[str, str]]:
@@ -155,8 +161,8 @@ def _passes(
     return passes
 
 
-def _timed(passes: Callable[[], object], *, on_cuda: bool) -> dict[str, float]:
-    """The median time of both passes, and of the host until they are issued."""
+def _timed(passes: Callable[[], object], *, on_cuda: bool) -> dict[str, Any]:
+    """The median time and the range of both passes, and the median of the host until they are issued."""
     times_ms, host_us = [], []
     for number in range(_WARMUP + _REPEATS):
         if on_cuda:
@@ -170,7 +176,11 @@ def _timed(passes: Callable[[], object], *, on_cuda: bool) -> dict[str, float]:
         if number >= _WARMUP:
             times_ms.append(1e3 * (ended - begin))
             host_us.append(1e6 * (issued - begin))
-    return {"ms": statistics.median(times_ms), "host_us": statistics.median(host_us)}
+    return {
+        "ms": statistics.median(times_ms),
+        "range_ms": [min(times_ms), max(times_ms)],
+        "host_us": statistics.median(host_us),
+    }
 
 
 if __name__ == "__main__":

@@ -107,6 +107,24 @@ FAMILIES = {
         *_IN_FP32,
         ranks=2,
     ),
+    # Transformer Engine's issue 3437: without fusion, delayed weight gradients of several calls are added.
+    "two ranks, weight gradients": Family(
+        _FUSED + "--num-layers 4 --expert-model-parallel-size 2",
+        {
+            "lancet, degree 2": "--ampipe-degree 2 --ampipe-schedule lancet",
+            "joined, degree 2": "--ampipe-degree 2 --ampipe-schedule joined",
+        },
+        *_IN_BF16,
+        _ENGINE,
+        ranks=2,
+    ),
+    "two ranks, FP8": Family(
+        _FUSED + "--num-layers 4 --expert-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe blockwise",
+        {"degree 2": "--ampipe-degree 2", **_IN_CHUNKS},
+        *_IN_BF16,
+        _ENGINE,
+        ranks=2,
+    ),
     "four ranks, pipeline": Family(
         _AS_WRITTEN + "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1",

@@ -21,7 +21,6 @@ from gpu_check.steps import Outcome
 from megatron_ampipe.files.timeline import DIRECTIONS
 from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
-FORMAT = "ampipe-gpu-check-2"
 _TESTS = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
@@ -194,9 +193,9 @@ def _attention(text: str) -> Iterator[Row]:
     document = json.loads(text)
     for case in document["cases"]:
         kernels = case["kernels"]
-        times = [
-            f"{name} {found['ms']:.2f} ms (host {found['host_us']:.0f} us)" for name, found in kernels.items()
-        ]
+        times = [_time_of_kernel(name, found) for name, found in kernels.items()]
+        if case.get("control"):
+            times.append(_time_of_kernel("the first again", case["control"]))
         reasons = [f"{name}: {reason}" for name, reason in case["unusable"].items()]
         # A NaN is not at most what is allowed.
         wrong = {
@@ -207,6 +206,13 @@ def _attention(text: str) -> Iterator[Row]:
         differing = [f"{name} differs by {difference:.0e}" for name, difference in wrong.items()]
         outcome = Outcome.DIFFERENT if wrong else Outcome.OK if kernels else Outcome.SKIPPED
         yield Row(f"attention, {case['name']}", outcome, "; ".join([*differing, *times, *reasons]))
+
+
+def _time_of_kernel(name: str, found: Mapping[str, Any]) -> str:
+    # Checks of earlier formats have no range.
+    low, high = found.get("range_ms", [found["ms"], found["ms"]])
+    spread = "" if low == high else f", {low:.2f} to {high:.2f}"
+    return f"{name} {found['ms']:.2f} ms{spread} (host {found['host_us']:.0f} us)"
 
 
 def _training(text: str) -> Iterator[Row]:

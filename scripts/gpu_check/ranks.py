@@ -11,10 +11,12 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,11 +29,13 @@ MODULE = "tests.dist.one_device"
 MULTI_RANK = (2, 30)
 """From this version on, NCCL has ranks that share a GPU."""
 CASE_S = 60.0
-"""Ranks that need longer for a case hang."""
+"""Ranks that need longer for a case hang. Collectives of :mod:`tests.dist.one_device` fail earlier, so that
+NCCL has written what each rank did last."""
 START_S = 150.0
 """For the first case: with imports, and the first communicator."""
 MOST_STARTS = 5
 GRACE_S, _POLL_S = 10.0, 0.1
+_RECORDED = "flight-recorder-"
 _HUNG, _ENDED = "hung", "ended"
 BAD = ("different", "failed", _HUNG, _ENDED)
 """Outcomes of a case that are not as they should be."""
@@ -98,6 +102,7 @@ class Launch:
         nccl: As for :func:`environment_of`.
         environment: More variables.
         folder: Receives what each has said, and the dumps of the flight recorder.
+        dumps: A zip archive to which the dumps are added of ranks that hung or ended; None to forget them.
     """
 
     command: Sequence[str]
@@ -105,13 +110,14 @@ class Launch:
     nccl: tuple[int, int] | None
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    dumps: Path | None = None
 
     def start(self) -> list[subprocess.Popen[bytes]]:
         """Start all at once."""
         processes = []
         for rank in range(self.num_ranks):
             own = environment_of(self.nccl, rank=rank, num_ranks=self.num_ranks)
-            dumps = str(self.folder / "flight-recorder-")
+            dumps = str(self.folder / _RECORDED)
             names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
             with self.log(rank).open("ab") as log:
                 process = subprocess.Popen(
@@ -128,6 +134,16 @@ class Launch:
     def log(self, rank: int) -> Path:
         """Of a rank."""
         return self.folder / f"rank{rank}.log"
+
+    def keep_dumps(self, case: str) -> None:
+        """Add what the flight recorder of each rank has written, unopened, and remove it."""
+        written = sorted(self.folder.glob(f"{_RECORDED}*"))
+        if self.dumps is not None and written:
+            with zipfile.ZipFile(self.dumps, "a", zipfile.ZIP_DEFLATED) as archive:
+                for path in written:
+                    archive.write(path, f"{case.replace(' ', '-')}/{path.name}")
+        for path in written:
+            path.unlink()
 
     def last_line(self, rank: int) -> str:
         """What a rank has said last."""
@@ -199,6 +215,7 @@ class Watched:
             if rank not in have:
                 said = launch.last_line(rank)
                 write(self._lines, case=stopped, rank=rank, outcome=why, said=said)
+        launch.keep_dumps(stopped)
         return stopped
 
     def _wait(self, processes: Sequence[subprocess.Popen[bytes]], before: int) -> str | None:
@@ -298,14 +315,19 @@ def main() -> int:
     parser.add_argument("--on", choices=one_device.RUN_ON, default=one_device.RUN_ON[0])
     parser.add_argument("--only", default="", help="words, separated by commas: cases whose name has one")
     parser.add_argument("--queues", type=int, default=0, help="try a few cases with so many environments")
+    parser.add_argument(
+        "--dumps", type=Path, help="a zip archive for what the flight recorder of ranks wrote"
+    )
     chosen = parser.parse_args()
+    # Where this step is cut, ranks are ended, and what they said is printed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = chosen.only.split(",")
     cases = [one for one in all_cases[chosen.ranks] if any(word in one.name for word in words)]
     nccl = installed_nccl() if chosen.on == "cuda" else None
     shown = {one.name: one.shows for one in cases}
     module = (sys.executable, "-m", MODULE, "--on", chosen.on)
     with tempfile.TemporaryDirectory() as folder:
-        launch = Launch(module, chosen.ranks, nccl, Path(folder))
+        launch = Launch(module, chosen.ranks, nccl, Path(folder), dumps=chosen.dumps)
         if chosen.queues:
             quick = [name for name in quick_ones if name in shown]
             try_queues(chosen.json, quick, launch, QUEUES[: chosen.queues])

@@ -1,4 +1,4 @@
-"""What the check runs, one process after another, and for how long each may run. Called by :mod:`.__main__`.
+"""Runs the steps of the check, one process after another or together, and how each ended. See :mod:`.plan`.
 
 A step that would not end in time is cut: its processes are killed, and the table says so. So the check ends
 in time, whatever hangs.
@@ -14,50 +14,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from gpu_check.families import FAMILIES
+from gpu_check.plan import COMPILER, REPOSITORY, Step
 from megatron_ampipe.errors import DifferenceFound, EnvironmentMissing
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BUDGET_S = 530
-"""For everything: under nine minutes, with some seconds for the start and the table."""
-DEGREES = "2,4"
-LINKS = ("emulated:20GB/s", "emulated:50GB/s")
-TRACED_LINK = LINKS[0]
-BENCHMARKS = {
-    "mixtral": ("mixtral-8k", 8, 45),
-    "deepseek": ("deepseek-8k-grouped", 8, 35),
-    # Of the paper's sizes a middle and a large one.
-    "paper": ("large-16k-b1-c2,xl-32k-b1-c1", 4, 50),
-}
-"""By grid: cases, ranks, seconds."""
-_PROFILE_S, _ATTENTION_S, _PARTNERS_S, _TRAINING_S, _DEVICE_S = 45, 40, 70, 150, 60
-_RUN = "packaging", "ruamel.yaml", "numpy", "torch", "megatron.core"
-_TEST = (*_RUN, "pytest", "pytest_timeout")
-_TRAIN = (*_RUN, "rich", "tqdm", "pydantic")
-COMPILER = "a C compiler with Python.h and triton"
-"""What Triton needs to compile; all other needs are modules."""
-TESTS = {
-    # Modules and names of tests, seconds, needs beyond those of all tests.
-    "cases": (("test_cuda.py", "test_gradients.py"), "not transformer and not compiled", 110, ()),
-    "partners": (("test_partners.py",), "", 110, ()),
-    "graphs": (("test_graphs.py",), "not transformer_engine", 60, ()),
-    "stress": (("test_stress.py",), "", 110, ()),
-    "link": (("test_link.py",), "", 60, ()),
-    "attention": (("test_attention.py",), "", 110, ()),
-    "transformer engine": (
-        ("test_gradients.py", "test_graphs.py"), "transformer_engine", 110, ("transformer_engine.pytorch",),
-    ),
-    "compiled": (("test_cuda.py",), "compiled", 110, (COMPILER,)),
-}  # fmt: skip
-"""By step: parts of ``tests/gpu``, all run together."""
+_DEVICE_S = 60
 _GRACE_S, _POLL_S = 5.0, 0.05
-# Less than this is not worth starting anything.
+_KEPT_EVERY_S = 5.0
+"""How often what a running step has written is kept."""
 _SHORTEST_S = 5.0
+"""Less than this is not worth starting anything."""
+_LEAST_SHARE = 0.5
+"""Of its limit that must be left when a step starts: most need about half, and one that is interrupted runs
+again in the next call."""
 
 
 class Outcome(StrEnum):
@@ -69,34 +42,17 @@ class Outcome(StrEnum):
     FAILED = "FAILED"
     CUT = "cut"
     """It took longer than it may, and was ended."""
+    INTERRUPTED = "interrupted"
+    """The time of the check was over, or somebody ended it, while this ran: the next call runs it again."""
     NO_TIME = "no time"
     """There was none left."""
     SKIPPED = "skipped"
     """Something is missing that it needs: no fault, and nothing is shown."""
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One process.
-
-    Attributes:
-        kind: How its findings are read: ``tests``, ``training``, ``profile``, ``attention``, ``partners``,
-            ``bench``, ``ranks`` or ``queues``.
-        name: In the table.
-        command: What is run, in the checkout.
-        result: The file that it writes.
-        limit_s: It is cut after so many seconds.
-        needs: Modules that it imports, and :data:`COMPILER`; a GPU is needed by all.
-        environment: Variables of its process.
-    """
-
-    kind: str
-    name: str
-    command: tuple[str, ...]
-    result: Path
-    limit_s: float
-    needs: tuple[str, ...] = _RUN
-    environment: Mapping[str, str] = field(default_factory=lambda: {"TORCHDYNAMO_DISABLE": "1"})
+    @property
+    def is_final(self) -> bool:
+        """Whether the step would end so again."""
+        return self not in (Outcome.INTERRUPTED, Outcome.NO_TIME, Outcome.SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +66,8 @@ class Done:
         seconds: How long it ran.
         said: Its last line, if it failed.
         found: What it wrote, as text; None if nothing.
+        begin: When it started, in UTC; empty if it did not.
+        commit: Of the code that ran.
     """
 
     kind: str
@@ -118,6 +76,8 @@ class Done:
     seconds: float
     said: str
     found: str | None
+    begin: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,83 +130,6 @@ class Device:
         return device
 
 
-def plan(scratch: Path, output: Path) -> list[list[Step]]:
-    """All steps, the most important first; those of a list run together.
-
-    Args:
-        scratch: Folder for what the steps write.
-        output: Folder that the user keeps.
-    """
-    python, needs = sys.executable, _TRAIN
-    profile, attention, partners = (
-        scratch / f"{name}.json" for name in ("profile", "attention-times", "partners")
-    )
-    together = [_tests(name, scratch) for name in TESTS]
-    together += [_training(name, scratch) for name, family in FAMILIES.items() if family.ranks == 1]
-    words: tuple[str, ...] = (
-        *(python, "-m", "gpu_check.profiled", "--link", TRACED_LINK),
-        *("--trace", str(output / "trace.json.gz"), "--json", str(profile)),
-    )
-    alone = [Step("profile", "profile", words, profile, _PROFILE_S, needs)]
-    words = (python, "-m", "gpu_check.attention_times", "--json", str(attention))
-    alone.append(Step("attention", "attention times", words, attention, _ATTENTION_S, needs))
-    words = (python, "docs/measured/partners.py", str(partners), TRACED_LINK, "mixtral", "mixtral-4k")
-    alone.append(Step("partners", f"partners, {TRACED_LINK}", words, partners, _PARTNERS_S, needs))
-    for grid, (cases, ranks, limit_s) in BENCHMARKS.items():
-        for link in LINKS[:1] if grid == "paper" else LINKS:
-            file = scratch / f"{grid}-{link.partition(':')[2].replace('/', '-per-')}.json"
-            words = (
-                *(python, "-m", "megatron_ampipe.cli", "bench", "--grid", grid, "--cases", cases),
-                *("--link", link, "--ranks", str(ranks), "--pretend-peers", "--degrees", DEGREES),
-                *("--repeats", "5", "--warmup", "1", "--json", str(file)),
-            )
-            alone.append(Step("bench", f"bench {grid}, {link}", words, file, limit_s, needs))
-    return [together, *([step] for step in alone)]
-
-
-RANK_STEPS_S = {2: (170, 180, 170), 4: (150, 120, 0)}
-"""By number of ranks on one device: seconds for the cases, for trainings, and for the order of kernels."""
-
-
-def plan_of_ranks(num_ranks: int, scratch: Path) -> list[list[Step]]:
-    """The steps of several ranks on one device, one after another, the most important first.
-
-    Args:
-        num_ranks: On the device.
-        scratch: Folder for what the steps write.
-    """
-    cases_s, training_s, queues_s = RANK_STEPS_S[num_ranks]
-    python = (sys.executable, "-m", "gpu_check.ranks", "--ranks", str(num_ranks))
-    lines, queues = scratch / "ranks.jsonl", scratch / "queues.jsonl"
-    steps = [Step("ranks", f"{num_ranks} ranks", (*python, "--json", str(lines)), lines, cases_s, _TEST)]
-    for name, family in FAMILIES.items():
-        if family.ranks == num_ranks:
-            steps.append(_training(name, scratch, limit_s=training_s))
-    if queues_s:
-        words = (*python, "--json", str(queues), "--queues", "6")
-        steps.append(Step("queues", "order of kernels", words, queues, queues_s, _TEST))
-    return [[step] for step in steps]
-
-
-def _training(name: str, scratch: Path, *, limit_s: float = _TRAINING_S) -> Step:
-    file = scratch / f"training-{name.replace(' ', '-')}.json"
-    words = (sys.executable, "-m", "gpu_check.trained", name, "--json", str(file))
-    return Step("training", f"training, {name}", words, file, limit_s, (*_TRAIN, *FAMILIES[name].needs))
-
-
-def _tests(name: str, scratch: Path) -> Step:
-    modules, names, limit_s, more = TESTS[name]
-    lines = scratch / f"{name.replace(' ', '-')}.jsonl"
-    command = (
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-        *("-p", "gpu_check.case_lines", "--case-lines", str(lines)),
-        *(f"tests/gpu/{module}" for module in modules),
-        *(("-k", names) if names else ()),
-    )
-    environment = {"TORCHDYNAMO_DISABLE": "0" if COMPILER in more else "1"}
-    return Step("tests", name, command, lines, limit_s, (*_TEST, *more), environment)
-
-
 _ASK = """
 import importlib, importlib.util, json, os, shutil, sys, sysconfig
 for need in json.loads(sys.argv[1]):
@@ -292,89 +175,134 @@ def missing(needs: Sequence[str], environment: Mapping[str, str]) -> dict[str, s
     return {need: why for need, why in found.items() if why}
 
 
-def run(
-    steps: Sequence[Step],
-    *,
-    environment: Mapping[str, str],
-    lacking: Mapping[str, str],
-    log: Path,
-    deadline: float,
-) -> list[Done]:
-    """Run steps together, each to its end, or to the end of its time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all steps have in common.
 
-    Args:
-        steps: What to run.
+    Attributes:
         environment: Of their processes.
         lacking: What of the needs of all steps is not there, as :func:`missing` found it.
         log: All that they say is appended to this, step by step.
         deadline: Of the whole check, on the clock of ``time.monotonic``.
+        commit: Of the code that runs.
     """
-    done: dict[str, Done] = {}
+
+    environment: Mapping[str, str]
+    lacking: Mapping[str, str]
+    log: Path
+    deadline: float
+    commit: str = ""
+
+
+def run(steps: Sequence[Step], around: Surroundings, keep: Callable[[Done], None]) -> None:
+    """Run steps together, each to its end, or to the end of its time.
+
+    Args:
+        steps: What to run.
+        around: What they have in common.
+        keep: Gets every step when it has ended; and each that runs now and then, as if it were interrupted
+            now, so that whatever ends this process, what was found is known.
+    """
     running: list[_Running] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for step in steps:
-                lacks = [f"{need} ({lacking[need]})" for need in step.needs if need in lacking]
-                if deadline - time.monotonic() < _SHORTEST_S:
-                    done[step.name] = Done(step.kind, step.name, Outcome.NO_TIME, 0.0, "no time left", None)
-                elif lacks:
-                    said = f"needs {', '.join(lacks)}"
-                    done[step.name] = Done(step.kind, step.name, Outcome.SKIPPED, 0.0, said, None)
+                why_not = _why_not(step, around)
+                if why_not is not None:
+                    keep(why_not)
                 else:
-                    own_log = Path(folder) / str(len(running))
-                    running.append(_Running(step, environment, log=own_log, deadline=deadline))
-            while left := [one for one in running if one.step.name not in done]:
-                for one in left:
-                    if (ended := one.done()) is not None:
-                        done[one.step.name] = ended
-                        with log.open("ab") as file:
-                            file.write(f"\n== {one.step.name}\n".encode() + one.log.read_bytes())
+                    running.append(_Running(step, around, log=Path(folder) / str(len(running))))
+            while any(one.ended is None for one in running):
+                for one in running:
+                    one.look(keep)
                 time.sleep(_POLL_S)
         finally:
             # Also on Ctrl-C.
             for one in running:
-                one.end()
-    return [done[step.name] for step in steps]
+                one.interrupt(keep)
+
+
+def _why_not(step: Step, around: Surroundings) -> Done | None:
+    """The outcome of a step that is not started."""
+    left_s = around.deadline - time.monotonic()
+    lacks = [f"{need} ({around.lacking[need]})" for need in step.needs if need in around.lacking]
+    if lacks:
+        said, outcome = f"needs {', '.join(lacks)}", Outcome.SKIPPED
+    elif left_s < max(_SHORTEST_S, _LEAST_SHARE * step.limit_s):
+        said, outcome = f"{max(left_s, 0):.0f} s left, of {step.limit_s:.0f}", Outcome.NO_TIME
+    else:
+        return None
+    return Done(step.kind, step.name, outcome, 0.0, said, None)
 
 
 class _Running:
-    """A step whose process runs."""
+    """A step whose process runs.
 
-    def __init__(self, step: Step, environment: Mapping[str, str], *, log: Path, deadline: float) -> None:
-        self.step, self.log = step, log
-        self._begin = time.monotonic()
-        self._limit_s = max(0.0, min(step.limit_s, deadline - self._begin))
+    Attributes:
+        ended: What it was, once it has ended.
+    """
+
+    def __init__(self, step: Step, around: Surroundings, *, log: Path) -> None:
+        self.step = step
+        self.ended: Done | None = None
+        self._around, self._log = around, log
+        self._begin = self._kept = time.monotonic()
+        self._began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        left_s = around.deadline - self._begin
+        self._limit_s, self._is_short = min(step.limit_s, left_s), left_s < step.limit_s
         print(f"{step.name} (at most {self._limit_s:.0f} s)", flush=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 step.command,
                 cwd=REPOSITORY,
-                env={**environment, **step.environment},
+                env={**around.environment, **step.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def done(self) -> Done | None:
-        """What it was, once it has ended or its time is over; None before."""
-        code = self._process.poll()
-        seconds = time.monotonic() - self._begin
-        if code is None and seconds < self._limit_s:
-            return None
-        self.end()
-        if code is None:
-            outcome, said = Outcome.CUT, f"did not end within {self._limit_s:.0f} s"
+    def look(self, keep: Callable[[Done], None]) -> None:
+        """End it if its time is over; keep what is new of it."""
+        if self.ended is not None:
+            return
+        code, now = self._process.poll(), time.monotonic()
+        if code is None and now - self._begin < self._limit_s:
+            if now - self._kept > _KEPT_EVERY_S:
+                self._kept = now
+                keep(self._done(Outcome.INTERRUPTED, "the check ended while it ran"))
+            return
+        self._stop()
+        if code is None and self._is_short:
+            said = f"the check's time was over after {self._limit_s:.0f} of {self.step.limit_s:.0f} s"
+            self._finish(Outcome.INTERRUPTED, said, keep)
+        elif code is None:
+            self._finish(Outcome.CUT, f"did not end within {self._limit_s:.0f} s", keep)
         elif code == 0:
-            outcome, said = Outcome.OK, ""
+            self._finish(Outcome.OK, "", keep)
         else:
             outcome = Outcome.DIFFERENT if code == DifferenceFound.exit_code else Outcome.FAILED
-            said = _last_line(self.log) or f"exit code {code}"
-        step = self.step
-        found = step.result.read_text() if step.result.is_file() else None
-        return Done(step.kind, step.name, outcome, round(seconds, 1), said, found)
+            self._finish(outcome, _last_line(self._log) or f"exit code {code}", keep)
 
-    def end(self) -> None:
+    def interrupt(self, keep: Callable[[Done], None]) -> None:
+        """End it if it still runs."""
+        if self.ended is None:
+            self._stop()
+            self._finish(Outcome.INTERRUPTED, "ended by a signal", keep)
+
+    def _finish(self, outcome: Outcome, said: str, keep: Callable[[Done], None]) -> None:
+        self.ended = self._done(outcome, said)
+        with self._around.log.open("ab") as file:
+            file.write(f"\n== {self.step.name}\n".encode() + self._log.read_bytes())
+        keep(self.ended)
+
+    def _done(self, outcome: Outcome, said: str) -> Done:
+        found = self.step.result.read_text() if self.step.result.is_file() else None
+        seconds = round(time.monotonic() - self._begin, 1)
+        commit = self._around.commit
+        return Done(self.step.kind, self.step.name, outcome, seconds, said, found, self._began, commit)
+
+    def _stop(self) -> None:
         """End all of it that still runs; first kindly: ``ampipe bench`` then ends its ranks."""
         if self._process.poll() is None:
             self._process.terminate()

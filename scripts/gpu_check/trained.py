@@ -25,7 +25,7 @@ from typing import Any
 from gpu_check import ranks
 from gpu_check.families import FAMILIES, TRAINING
 from megatron_ampipe.errors import DifferenceFound, RunFailed
-from megatron_ampipe.tools.measuring import result
+from megatron_ampipe.tools.measuring import machine, result
 
 STOCK = "stock"
 _LAUNCHES_AT_ONCE = 2
@@ -69,6 +69,7 @@ def main() -> int:
     allowed = family.allowed
     document: dict[str, Any] = {
         "family": chosen.family,
+        "versions": machine.versions(),
         "losses": {STOCK: stock} | ended,
         "differences": differences,
         "failed": failed,

@@ -7,6 +7,7 @@ Python from 3.12 on.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -44,18 +45,28 @@ _PLATFORMS = (
 _TIMEOUT_S = 300
 
 
-def pack(folder: Path) -> int:
+MOST_BYTES = 52 * 2**20
+"""Of all wheels: 64 MiB travel to a lent machine, and the checkout is 11 of them."""
+
+
+def pack(folder: Path, *, engine: Path | None = None) -> int:
     """Download the wheels.
 
     Args:
         folder: Made where it is missing; wheels of an earlier pack are replaced.
+        engine: Folder of more wheels, such as those of Transformer Engine (:mod:`.pack_engine`).
 
     Returns:
         The size in bytes of all of them.
 
     Raises:
-        RunFailed: pip failed.
+        BadInput: There are no wheels in ``engine``.
+        RunFailed: pip failed, or the wheels are too large to travel.
     """
+    more = [] if engine is None else sorted(engine.glob("*.whl"))
+    if engine is not None and not more:
+        remedy = "Fill it with python -m gpu_check.pack_engine DIR."
+        raise BadInput("--with-engine", engine, rule="holds no wheel", remedy=remedy)
     folder.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob("*.whl"):
         earlier.unlink()
@@ -68,7 +79,15 @@ def pack(folder: Path) -> int:
             *(word for platform in (*_PLATFORMS, "any") for word in ("--platform", platform)),
             *("--dest", str(folder), *what),
         )
-    return sum(path.stat().st_size for path in folder.glob("*.whl"))
+    for wheel in more:
+        shutil.copy(wheel, folder)
+    size_bytes = sum(path.stat().st_size for path in folder.glob("*.whl"))
+    if size_bytes > MOST_BYTES:
+        raise RunFailed(
+            f"the wheels in {folder} have {size_bytes / 2**20:.1f} MiB, and {MOST_BYTES / 2**20:.0f} travel. "
+            "Remove one that is not needed"
+        )
+    return size_bytes
 
 
 def unpack(folder: Path, site: Path) -> None:

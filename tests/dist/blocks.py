@@ -70,6 +70,8 @@ def transformer_config(case: Case) -> TransformerConfig:
     fields["moe_enable_routing_replay"] = case.replay is not None
     # With top-1 routing, a softmax after the selection would always be 1; Megatron requires this.
     fields.setdefault("moe_router_pre_softmax", fields["moe_router_topk"] == 1)
+    if fields.get("pipeline_model_parallel_size", 1) > 1:
+        fields["pipeline_dtype"] = torch.bfloat16 if fields.get("bf16") else torch.float32
     if fields.get("activation_func") == "silu":
         fields["activation_func"] = torch.nn.functional.silu
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig

@@ -23,7 +23,9 @@ from megatron_ampipe.schedule import Partner
 from tests.dist.cases import AUX, CP, LARGE, PARITY, TP, Case, Z
 
 RUN_ON = ("cuda", "stand-ins")
-TIMEOUT_S = 60
+TIMEOUT_S = 40
+"""Of a collective. Then NCCL writes what every rank did last, before whoever watches ends a case that hangs
+(``scripts/gpu_check/ranks.py``)."""
 BROKEN = 5
 """Exit code of a rank that cannot go on: other ranks may wait in a collective that it has not started."""
 _FP32_TOLERANCE = 1e-5
@@ -88,6 +90,15 @@ def _of_engine(name: str, *, fused: bool = True, **settings: Any) -> Case:
     return _in_bf16(name, model=model, **options)
 
 
+def _interleaved(name: str, *, world_size: int) -> RankCase:
+    """Two pipeline ranks of two model chunks each; ``num_layers`` are those of all of them."""
+    groups = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": world_size // 2}
+    model = LARGE | {"num_layers": 4}
+    case = Case(name, world_size=world_size, executor="cuda", layers="mm", rope=True, kernel="sdpa",
+                parallel=groups, model=model)  # fmt: skip
+    return RankCase("interleaved pipeline stages", "interleaved", case)
+
+
 _STACK = Case("stack", executor="cuda", layers="mdm", stack=0, rope=True, kernel="sdpa", model=LARGE)
 _TP_STACK = dataclasses.replace(_STACK, name="tp-stack", parallel=TP, model=LARGE)
 _FORM = Partner()
@@ -121,6 +132,7 @@ OF_TWO = [
     RankCase("tensor parallel (TP2)", "passes", _in_bf16("bf16-tp2", parallel=TP)),
     RankCase("the host waits for nothing (TP2)", "waits", _TP_STACK),
     RankCase("partners", "partners", _of_parity("rows-stack-recompute"), _FORM),
+    _interleaved("pp2", world_size=2),
     RankCase(
         "Transformer Engine", "passes", _of_engine("engine-tp2", parallel=TP), needs=_TE,
     ),
@@ -140,6 +152,7 @@ OF_FOUR = [
         "tensor parallel (TP2 x EP2)", "passes", _in_bf16("bf16-tp2-ep2", parallel=TP, world_size=4),
     ),
     RankCase("partners", "partners", dataclasses.replace(_TP_STACK, name="tp2-ep2", world_size=4), _FORM),
+    _interleaved("pp2-ep2", world_size=4),
     *_passes("tensor parallel, two hops", "nodes-tp", "2dh-tp"),
     *_passes(
         "experts over tensor-parallel ranks", "stack-recompute-tp-experts-ep", "rows-nodes-stack-cuda",
@@ -219,13 +232,15 @@ def _end() -> None:
 
 
 def _others_go_on(store: Any, number: int, *, outcome: str, said: str, rank: int, num_ranks: int) -> bool:
-    """Wait for the other ranks. If one of them has failed alone, or the device has, nobody can go on."""
-    store.set(f"{number}/{rank}", outcome)
+    """Wait for the other ranks. If one of them has failed in another way, or the device has, none can go on:
+    what one rank has not sent, another may still wait for.
+    """
+    ended = f"{outcome}: {said}" if outcome == "failed" else ""
+    store.set(f"{number}/{rank}", ended)
     names = [f"{number}/{other}" for other in range(num_ranks)]
     store.wait(names, datetime.timedelta(seconds=TIMEOUT_S))
-    outcomes = [store.get(name).decode() for name in names]
-    some = "failed" in outcomes
-    return not (some and (set(outcomes) != {"failed"} or "CUDA error" in said))
+    all_ended = {store.get(name).decode() for name in names}
+    return all_ended == {""} or (len(all_ended) == 1 and "CUDA error" not in said)
 
 
 def _result(one: RankCase, *, on_gpu: bool) -> tuple[str, str]:
@@ -449,6 +464,21 @@ def _waits(one: RankCase) -> Found:
     return _compared(stock, ours, one.case)
 
 
+def _interleaved_step(one: RankCase) -> Found:
+    """Two iterations of Megatron's interleaved schedule."""
+    from tests.dist.blocks import differences
+    from tests.dist.interleaved import step
+
+    layers = stock, ours = _layers(one.case)
+    found = {}
+    for number in range(2):
+        for layer in layers:
+            layer.zero_grad()
+        results = differences(step(stock, one.case), step(ours, one.case))
+        found |= {f"{name}, step {number}": value for name, value in results.items()}
+    return found
+
+
 WAYS: dict[str, Callable[[RankCase], Found]] = {
     "passes": _passes_of,
     "evaluation": _evaluation,
@@ -457,6 +487,7 @@ WAYS: dict[str, Callable[[RankCase], Found]] = {
     "graphs": _graphs,
     "partners": _partners,
     "waits": _waits,
+    "interleaved": _interleaved_step,
 }
 
 

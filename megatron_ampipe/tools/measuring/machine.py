@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import megatron_ampipe
-from megatron_ampipe.compat import found_version
 
 UNKNOWN = "unknown"
 """The commit of code that is in no git repository."""
@@ -33,6 +32,9 @@ def hardware() -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, the compute libraries and AMPipe, with AMPipe's commit."""
+    # Which commit this is can be asked for without any package.
+    from megatron_ampipe.compat import found_version
+
     installed = {"python": platform.python_version(), "megatron-ampipe": megatron_ampipe.__version__}
     for name in ("torch", "megatron-core", "transformer-engine", "flash-attn"):
         version = found_version(name)
