@@ -15,7 +15,7 @@ from megatron_ampipe.schedule.text import to_text
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "design.md"
 BEGIN, END = "<!-- begin: python -m tests.algorithm -->\n", "<!-- end -->\n"
 DEGREE = 2
-FEATURES = BlockFeatures()
+FEATURES = BlockFeatures(chunked_qkv=True)
 """Of a layer with nothing special: no tensor or context parallelism, no shared experts, no router losses."""
 
 
@@ -67,7 +67,7 @@ def begin_clocks(schedule: Schedule, direction: Direction) -> dict[Stage, int]:
 def listed_path() -> list[str]:
     """The functions of the page's list of a pass, as ``FILE: FUNCTION``."""
     _, _, rest = PAGE.read_text().partition("The path of a stage")
-    table, _, _ = rest.partition("\n## ")
+    table, _, _ = rest.partition("\n### ")
     return re.findall(r"^\| `(\w+/\w+\.py: [\w.]+)` \|", table, re.M)
 
 

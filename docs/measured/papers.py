@@ -38,7 +38,7 @@ do.
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A table of ours, or the command that measures it.
+    """A table of AMPipe's results, or the command that measures it.
 
     ``files`` is a pattern of the names of its raw files, one of which ``command`` writes.
     """

@@ -1,8 +1,8 @@
 """What a training run does: one record, from the flags and the files that they name to the first batch.
 
 It is made in two steps, as Megatron's arguments are: :func:`requested` after they are parsed, and
-:func:`~megatron_ampipe.launch.resolve.resolve` after they are validated. Each file is read once. What later
-code needs to know about flags is in the record.
+:func:`~megatron_ampipe.launch.resolve.resolve` after they are validated. A plan file is read once. Layers and
+hooks get the record or parts of it; only ``launch`` reads Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _pipeline(given: dict[str, Any]) -> Pipeline:
         stack = parse_stack(given["stack"], flag="--ampipe-stack")
     if degree is None:
         degree = 1 if shares is None else len(shares)
-    exchange, partner = given.get("exchange", AUTO), None
+    exchange, partner = given.get("exchange", Exchange.ROWS), None
     if given.get("partner") and degree == AUTO and "cluster" not in given:
         remedy = "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 2."
         raise SETTING["partner"].refuse("on", "is not what the first iterations can try", remedy)

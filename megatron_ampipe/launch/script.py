@@ -1,6 +1,6 @@
 """A launch of training, for all ways to launch, and the functions of Megatron that it wraps.
 
-All training passes through these functions; at degree 1 they only forward their arguments. A script of a
+All training passes through these functions; in a stock run they only forward their arguments. A script of a
 checkout runs unedited, as ``__main__``, with its own folder first on the path, as if launched by hand.
 AMPipe's own entry is :mod:`.pretrain`. The two lines of ``ampipe patch`` wrap the same functions in a
 Megatron-LM tree, without the host platform.
@@ -135,7 +135,10 @@ def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[
 
 
 class TrainingSession:
-    """The state of one launch and its steps. A launch calls the methods in the order of their definition.
+    """The state of one launch and its steps.
+
+    Megatron calls :meth:`parse`, :meth:`validate` and :meth:`train`; within that :meth:`set_up`, which calls
+    :meth:`construct` for every model. A launch calls :meth:`prepare_platform` before, :meth:`end` after them.
 
     ``words`` is the user's command line without the program's name; ``script`` is the script that trains,
     None for AMPipe's entry. ``is_patch``: a patched tree was started without one of AMPipe's launchers, and
@@ -152,7 +155,7 @@ class TrainingSession:
         self.args: Any = None
         """Megatron's validated arguments; None before :meth:`validate`."""
         self.context: Any = None
-        """The state that pipelined layers share, an ``AMPipeContext``; None at degree 1."""
+        """The state that pipelined layers share, an ``AMPipeContext``; None in a stock run."""
         self.run: Run | None = None
         """What this run does; None before the arguments are parsed."""
         self.num_models = 0
@@ -168,9 +171,7 @@ class TrainingSession:
         on_gpu = flags.import_megatron()
         words = list(self._words)
         if any(word.partition("=")[0] == config_files.CONFIG_FLAG for word in words):
-            parser = flags.full_parser()
-            self._resolved = config_files.resolve(words, parser)
-            flags.check_settings(self._resolved, parser)
+            self._resolved = config_files.resolve(words, flags.full_parser())
             words = list(self._resolved.words)
         if on_gpu:
             return words
@@ -196,10 +197,15 @@ class TrainingSession:
                 report_parser_errors(parser)
             return flags.add_arguments(parser)
 
-        parsed = parse(provide, *args, **kwargs)
-        if is_ours:
+        try:
+            parsed = parse(provide, *args, **kwargs)
             # Also refuses a --yaml-cfg, which has replaced all arguments and is not validated by Megatron.
-            self.run = requested(parsed)
+            self.run = requested(parsed) if is_ours else None
+        except BadInput as error:
+            if self._resolved is None:
+                raise
+            raise self._resolved.located(error) from error
+        if self.run is not None:
             prepare_arguments(parsed, self.run)
             # Before Megatron prints some 850 lines. Arguments from a checkpoint are not known yet.
             if not self.is_patch and not parsed.use_checkpoint_args:
@@ -208,9 +214,6 @@ class TrainingSession:
                 refuse_misfit(parsed)
                 self._check_data(parsed)
         return parsed
-
-    def _requested(self, args: Any) -> Run:
-        return requested(args)
 
     def _check_data(self, args: Any) -> None:
         from megatron_ampipe.launch.datasets import check_data, use_built_helpers

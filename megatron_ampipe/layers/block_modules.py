@@ -305,7 +305,7 @@ class BlockModules:
         linears = self._linears[kind]
         if not linears:
             rule, remedy = WEIGHTS_TOGETHER
-            raise BadInput("--ampipe-schedule", self.context.pipeline.schedule, rule=rule, remedy=remedy)
+            raise BadInput("--ampipe-schedule", self.context.pipeline.name, rule=rule, remedy=remedy)
         return weights_apart(linears, products)
 
     @property

@@ -1,7 +1,8 @@
 """Megatron's transformer layer as a pipeline of chunks, and the layer specifications that install it.
 
-At degree 1 all layers keep their stock classes. A dense layer keeps it at any degree unless it can share a
-schedule with an MoE layer. :mod:`.hybrid` does the same for hybrid models.
+Where AMPipe changes nothing (``schedule.pipeline.builds_layers``), all layers keep their stock classes. A
+dense layer keeps it otherwise too, unless it can share a schedule with an MoE layer. :mod:`.hybrid` does the
+same for hybrid models.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def refuse_extra_arguments(kwargs: dict[str, Any]) -> None:
 def pipelined(
     spec: TransformerBlockSubmodules | ModuleSpec, context: AMPipeContext
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """The specification with :class:`AMPipeTransformerLayer` for MoE layers; ``spec`` itself at degree 1.
+    """The specification with :class:`AMPipeTransformerLayer` for MoE layers; ``spec`` itself for stock runs.
 
     Raises:
         BadInput: an MoE layer has a class that AMPipe does not support; or layers are to share a schedule,

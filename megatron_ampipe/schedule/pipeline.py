@@ -217,7 +217,8 @@ class Pipeline:
         backward_degree: Number of chunks of the backward pass; one of the two divides the other.
         shares: The share of each chunk in the sequence, with a sum of 1; or one share for each forward chunk
             that covers several backward chunks, which are then equal. None for equal chunks.
-        schedule: Name of the schedule.
+        schedule: Name of the schedule of blocks without an ``order``, or that an order without a name does
+            not fit.
         order: A schedule that replaces the named one, with the same degrees: of one block, or one that
             repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
@@ -353,7 +354,9 @@ class Pipeline:
 
     def _named_order(self, features: BlockFeatures) -> Schedule:
         degrees = {"degree": self.degree, "backward_degree": self.backward_degree}
-        return build(self.schedule, features=features, **degrees)
+        # A block that an order does not fit runs the named schedule that the order is of, if there is one.
+        name = self.name if self.name in SCHEDULE_NAMES else self.schedule
+        return build(name, features=features, **degrees)
 
     @property
     def _any_order(self) -> Schedule:

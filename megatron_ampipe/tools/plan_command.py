@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", "FILE", trace, type=Path)
     shown = "degree that --trace and --tape show, in equal chunks (default: the choice)"
     add("--trace-of", "N", shown, type=at_least(1, at_most=_MOST_CHUNKS))
-    tape = "write what a rank runs: calls with what each takes, gives, waits for and frees (needs torch)"
+    tape = "write what a GPU runs: calls with what each takes, gives, waits for and frees (needs torch)"
     add("--tape", "FILE", tape, type=Path)
 
 

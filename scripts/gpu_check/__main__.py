@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         type=int,
         default=BUDGET_S,
-        help=f"seconds for this call; a step runs if at least half of its own is left (default: {BUDGET_S})",
+        help=f"seconds for this call; a step runs if half of its limit is left (default: {BUDGET_S})",
     )
     return parser
 

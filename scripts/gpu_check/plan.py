@@ -273,8 +273,8 @@ def _queues(scratch: Path, output: Path) -> Step:
     queues = scratch / "queues.jsonl"
     command = (*_of_ranks(2, queues, output), "--queues", "6")
     shows = (
-        "which of `CUDA_DEVICE_MAX_CONNECTIONS` 1, 8, 32 with `NCCL_LAUNCH_ORDER_IMPLICIT` 0, 1 hang on two "
-        "ranks: a finding, not a failure"
+        "which of `CUDA_DEVICE_MAX_CONNECTIONS` 1, 8, 32 with `NCCL_LAUNCH_ORDER_IMPLICIT` 0, 1 hang with "
+        "two ranks: a finding, not a failure"
     )
     return Step("queues", "order of kernels", command, queues, _QUEUES_S, shows, needs=_TEST, ranks=2)
 

@@ -7,12 +7,14 @@ Hopper GPU, for which Megatron checks ``CUDA_DEVICE_MAX_CONNECTIONS``. Nothing i
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from gpu_check.families import FAMILIES, TRAINING
 from megatron_ampipe.launch import host
+from megatron_ampipe.plan.plan_file import Plan
 from tests import te_permutation_standin
 from tests.megatron.launcher import squeezed
 
@@ -171,6 +173,27 @@ def test_the_table_shows_what_orders_streams_and_collectives_on_a_gpu(
     table = table_of(flags, monkeypatch, capsys)
     assert squeezed("warning TORCH_NCCL_AVOID_RECORD_STREAMS=0") in table
     assert squeezed("warning NCCL_LAUNCH_ORDER_IMPLICIT=0") in table
+
+
+def test_a_launch_reads_its_plan_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = MODEL[:-2], tmp_path / "plan.yaml"
+    assert MODEL[-2:] == ["--ampipe-degree", "4"]
+    choosing = f"{ALLTOALL} --ampipe-degree auto --ampipe-cluster a800x8-20gbps --ampipe-save-plan {file}"
+    assert squeezed("planned from a800x8-20gbps") in table_of(choosing, monkeypatch, capsys, model)
+    read: list[Path] = []
+    read_plan = Plan.read
+
+    def counted(path: Path) -> Plan:
+        read.append(path)
+        return read_plan(path)
+
+    monkeypatch.setattr(Plan, "read", counted)
+    for flags in (choosing, f"{ALLTOALL} --ampipe-plan {file}"):
+        read.clear()
+        assert squeezed(f"read from {file}") in table_of(flags, monkeypatch, capsys, model)
+        assert read == [file]
 
 
 def test_megatrons_demand_for_one_hardware_queue_is_not_lifted_for_its_own_layers(

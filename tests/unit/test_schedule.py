@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
@@ -115,6 +116,17 @@ def test_a_period_of_one_block_is_its_schedule(
 
 
 ROWS = replace(PLAIN, row_links="network", gathers_rows=True)
+
+
+def test_every_named_schedule_is_a_choice_of_the_flag() -> None:
+    assert set(SETTING["schedule"].choices or ()) == set(SCHEDULE_NAMES)
+
+
+def test_a_block_that_an_order_does_not_fit_runs_the_schedule_of_its_name() -> None:
+    """Such as a layer without attention, or of multi-token prediction, with a plan for the others."""
+    order = build("lancet", degree=2, features=PLAIN)
+    alone = Pipeline.of(2, order=order).schedule_of([PLAIN.without_attention])
+    assert alone.name == "lancet" and alone.backward.weights
 
 
 @pytest.mark.parametrize(("made_for", "run_as"), [(ROWS, PLAIN), (PLAIN, ROWS)])
