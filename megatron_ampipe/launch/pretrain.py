@@ -81,7 +81,8 @@ def check_launch(words: Sequence[str]) -> None:
     try:
         args = session.parse(parse_args)
         validate_args(args, TOKENIZER_DEFAULT)
-        assert session.run is not None
-        refuse_unsupported(session.run.settings, session.run.pipeline, args)
+        run = session.requested
+        assert run is not None
+        refuse_unsupported(run.settings, run.pipeline, args)
     except Exception as error:
         raise known_cause(error) or error from error

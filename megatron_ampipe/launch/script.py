@@ -156,8 +156,10 @@ class TrainingSession:
         """Megatron's validated arguments; None before :meth:`validate`."""
         self.context: Any = None
         """The state that pipelined layers share, an ``AMPipeContext``; None in a stock run."""
+        self.requested: Run | None = None
+        """What the parsed flags ask for. Megatron parses them again later, which changes nothing else."""
         self.run: Run | None = None
-        """What this run does; None before the arguments are parsed."""
+        """What this run does; None before :meth:`validate`."""
         self.num_models = 0
         """Number of models that have got pipelined layers, or a router of the user."""
 
@@ -200,17 +202,17 @@ class TrainingSession:
         try:
             parsed = parse(provide, *args, **kwargs)
             # Also refuses a --yaml-cfg, which has replaced all arguments and is not validated by Megatron.
-            self.run = requested(parsed) if is_ours else None
+            self.requested = requested(parsed) if is_ours else None
         except BadInput as error:
             if self._resolved is None:
                 raise
             raise self._resolved.located(error) from error
-        if self.run is not None:
-            prepare_arguments(parsed, self.run)
+        if self.requested is not None:
+            prepare_arguments(parsed, self.requested)
             # Before Megatron prints some 850 lines. Arguments from a checkpoint are not known yet.
             if not self.is_patch and not parsed.use_checkpoint_args:
-                if self.run.pipelined and parsed.seq_length is not None:
-                    self.run.pipeline.chunks(parsed.seq_length)
+                if self.requested.pipelined and parsed.seq_length is not None:
+                    self.requested.pipeline.chunks(parsed.seq_length)
                 refuse_misfit(parsed)
                 self._check_data(parsed)
         return parsed
@@ -236,7 +238,7 @@ class TrainingSession:
 
         if self.is_patch:
             compat.require_peers()
-        run = self.run or requested(args)
+        run = self.requested or requested(args)
         if run.pipelined:
             # Megatron has validated its arguments, see LIFTS_ONE_CONNECTION.
             setattr(args, LIFTS_ONE_CONNECTION, False)
