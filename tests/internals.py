@@ -348,14 +348,15 @@ def lacks_of(package: str) -> list[str]:
 def _is_lost(name: str) -> bool:
     try:
         _imported(name)
-    except AttributeError:
-        # Of a layer: its class assigns it.
+        return False
+    except (AttributeError, ImportError):
         owner, _, attribute = name.rpartition(".")
+    try:
         value = _imported(owner)
-        return not (inspect.isclass(value) and f"self.{attribute}" in inspect.getsource(value))
-    except ImportError:
+    except (AttributeError, ImportError):
         return True
-    return False
+    # Of a layer: its class assigns it.
+    return not (inspect.isclass(value) and f"self.{attribute}" in inspect.getsource(value))
 
 
 def torch_version() -> str:

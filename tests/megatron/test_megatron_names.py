@@ -5,11 +5,15 @@ before it shows as a wrong gradient.
 """
 
 import importlib.util
+import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests import foreign
+from tests.forked import REPOSITORY, completed
 from tests.internals import (
     MIRRORED,
     PAGE,
@@ -102,6 +106,31 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == "\n".join(render()) + "\n", (
         f"{RECORD.name} has changed, or imports have: {AGAIN}"
     )
+
+
+def test_a_name_that_a_package_lost_is_found(tmp_path: Path) -> None:
+    """In a Transformer Engine of which two names are left."""
+    files = {
+        "__init__.py": "",
+        "attention/__init__.py": "",
+        "attention/dot_product_attention.py": "_attention_backends = {}",
+        "module/__init__.py": "",
+        "module/base.py": "class TransformerEngineBaseModule:\n"
+        "    def __init__(self):\n        self._fp8_workspaces = {}",
+    }
+    for name, text in files.items():
+        path = tmp_path / "transformer_engine" / "pytorch" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    code = "from tests.internals import lacks_of; print(*lacks_of('transformer_engine'))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    lost = completed(sys.executable, "-c", code, env=env).stdout.split()
+    assert {name.removeprefix("transformer_engine.pytorch.") for name in lost} == {
+        "distributed",
+        "fp8",
+        "fp8.FP8GlobalStateManager.is_fp8_enabled",
+        "fp8_autocast",
+    }
 
 
 HOOKING = {
