@@ -67,7 +67,9 @@ setup(
     install_requires=[
         # With ">=2.6", pip would replace 2.6.0a0+nv25.1 of NVIDIA's containers, which sorts before 2.6.
         "torch>2.5,!=2.5.*",
-        "megatron-core[training]>0.16,!=0.16.*",
+        # The first that nothing was tested with is 0.21. For another one: pip install --no-deps, then as
+        # megatron_ampipe/compat.py says.
+        "megatron-core[training]>0.16,!=0.16.*,<0.21",
         "Jinja2>=3.1",
         "matplotlib>=3.8",
         "numpy>=1.26",

@@ -31,8 +31,14 @@ SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
 """The versions that the tests run with; constraints.txt and tests/older_megatron.txt pin the exact ones."""
 MAIN_BRANCH, MAIN_BRANCH_COMMIT = "0.20", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
 """The state of Megatron's main branch that was tested by hand, and the version that it calls itself."""
+NEXT_MEGATRON = "0.21"
+"""The first version that nothing was tested with. It and newer ones are refused; setup.py excludes them."""
+ALLOWED_MEGATRON = "AMPIPE_ALLOW_MEGATRON"
+"""The environment variable that holds a refused version of Megatron to use it nevertheless."""
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
+MEGATRON_REQUIREMENT = f"megatron-core[training]>={SUPPORTED_MEGATRON[-1]},<{NEXT_MEGATRON}"
+"""What pip is told to install."""
 
 
 class OptionalPackage(NamedTuple):
@@ -210,9 +216,10 @@ def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
 
 
 def require_peers() -> None:
-    """Raise :class:`EnvironmentMissing` if torch or Megatron is too old; warn of an untested newer Megatron.
+    """Raise :class:`EnvironmentMissing` if torch or Megatron is too old, or Megatron is too new.
 
-    Called after Megatron is imported, and before any module of AMPipe that imports it.
+    Rank 0 warns of a newer Megatron that is used nevertheless. Called before the modules of AMPipe that
+    import Megatron: a newer one may lack names, or have others under the same names.
     """
     for distribution, minimum in MINIMUM_VERSIONS.items():
         installed = found_version(distribution)
@@ -223,14 +230,22 @@ def require_peers() -> None:
                 f"Run: pip install '{distribution}>={minimum}'"
             )
     megatron = found_version("megatron-core")
-    is_newer = megatron is not None and _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
-    if is_newer and os.environ.get("RANK", "0") == "0":
-        warnings.warn(
-            f"Megatron {megatron} is newer than the versions AMPipe is tested with "
-            f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH_COMMIT[:12]} of the main branch, "
-            f"{MAIN_BRANCH}).",
-            stacklevel=2,
+    if megatron is None or _release(megatron) <= Version(SUPPORTED_MEGATRON[-1]):
+        return
+    newer = (
+        f"Megatron {megatron} is newer than the versions AMPipe is tested with "
+        f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH_COMMIT[:12]} of the main branch, "
+        f"{MAIN_BRANCH})"
+    )
+    release = str(_release(megatron))
+    is_allowed = os.environ.get(ALLOWED_MEGATRON) == release
+    if _release(megatron) >= Version(NEXT_MEGATRON) and not is_allowed:
+        raise EnvironmentMissing(
+            f"{newer}. Run: pip install '{MEGATRON_REQUIREMENT}', or use a checkout of one of these; to try "
+            f"{release} nevertheless, set {ALLOWED_MEGATRON}={release} on all ranks"
         )
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"{newer}.", stacklevel=2)
 
 
 def require_model_from_configuration() -> None:

@@ -1,11 +1,13 @@
 """What AMPipe takes from Megatron, read from the package's sources, and which versions have it.
 
 ``python -m tests.internals`` looks it up in every version that is installed for the tests and in the checkout
-that ``AMPIPE_MEGATRON`` names; writes ``internals.json`` and ``docs/internals.md``. Versions that are not at
-hand keep what they have. ``tests/megatron/test_megatron_names.py`` compares.
+that ``AMPIPE_MEGATRON`` names, and what has an underscore in the installed torch; writes ``internals.json``
+and ``docs/internals.md``. Versions that are not at hand keep what they have.
+``tests/megatron/test_megatron_names.py`` compares.
 """
 
 import ast
+import copy
 import functools
 import hashlib
 import importlib
@@ -13,11 +15,14 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe import compat
+from tests import definitions, foreign
 from tests.forked import REPOSITORY, completed
 from tests.megatron.launcher import environment
 from tests.megatrons import at_hand, folder_of, installed, megatron_of
@@ -89,6 +94,63 @@ MIRRORED = {
 
 The list that no source says. A change in one of them may mean that the same has to change in AMPipe.
 """
+
+REPLACED = {
+    # Called with the arguments of the call, before and after our own work.
+    "core.datasets.gpt_dataset.GPTDataset._get_num_tokens_per_epoch": "signature",
+    "core.distributed.DistributedDataParallel.__init__": "signature",
+    "core.models.gpt.GPTModel.__init__": "signature",
+    "core.models.hybrid.hybrid_model.HybridModel.__init__": "signature",
+    "training.arguments.parse_args": "signature",
+    "training.arguments.validate_args": "signature",
+    "training.initialize.parse_args": "signature",
+    "training.initialize.validate_args": "signature",
+    "training.pretrain": "signature",
+    "training.training.initialize_megatron": "signature",
+    "training.training.pretrain": "signature",
+    "training.training.print_rank_last": "signature",
+    "training.training.setup_model_and_optimizer": "signature",
+    "training.training.train_step": "signature",
+    # Ours relies on when it is called, or does what it does.
+    "core.datasets.utils.compile_helpers": "code",
+    "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync": "code",
+    "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync": "code",
+    "core.models.backends.LocalSpecProvider.core_attention": "code",
+    "core.models.gpt.GPTModel.build_schedule_plan": "code",
+    "core.tensor_parallel.mappings._gather_along_first_dim": "code",
+    "core.tensor_parallel.mappings._reduce_scatter_along_first_dim": "code",
+    "core.tensor_parallel.random._get_cuda_rng_state": "code",
+    "core.tensor_parallel.random._set_cuda_rng_state": "code",
+    "core.transformer.dot_product_attention.DotProductAttention.forward": "code",
+    "core.transformer.moe.moe_utils.apply_router_token_dropping": "code",
+    "core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu": "code",
+    "core.transformer.moe.router.apply_router_token_dropping": "code",
+    "core.transformer.moe.token_dispatcher._DeepepManager._indices_to_multihot": "code",
+    "core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": "code",
+    "core.transformer.torch_norm.WrappedTorchNorm.__new__": "code",
+    "training.training.training_log": "code",
+    # Values, and classes and functions of packages that a CPU does without.
+    "core.models.hybrid.hybrid_block.TENorm": "signature",
+    "core.models.hybrid.hybrid_layer_specs.hybrid_stack_spec.submodules": "signature",
+    "core.ssm.mamba_mixer.ExtendedRMSNorm": "signature",
+    "core.ssm.mamba_mixer.HAVE_MAMBA_SSM": "signature",
+    "core.ssm.mamba_mixer.mamba_split_conv1d_scan_combined": "signature",
+    "core.tensor_parallel.layers._grad_accum_fusion_available": "signature",
+    "core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda": "signature",
+    "core.tensor_parallel.random.FP8GlobalStateManager": "signature",
+    "core.tensor_parallel.random.activation_recompute_forward": "signature",
+    "core.tensor_parallel.random.fp8_autocast": "signature",
+    "core.transformer.moe.fused_a2a._buffer": "signature",
+    "core.transformer.moe.moe_layer.HAVE_TE": "signature",
+    "core.transformer.moe.moe_layer.TELinear": "signature",
+}
+"""What is compared of each function and value of Megatron that AMPipe replaces at run time.
+
+``code`` is the signature and what it does. :mod:`tests.foreign` finds which ones are replaced.
+"""
+
+WHERE_PRESENT = {"training.initialize.parse_args", "training.initialize.validate_args"}
+"""Replaced only in versions that have them; the newest one need not."""
 
 
 @dataclass(slots=True)
@@ -176,7 +238,7 @@ def look_up() -> dict[str, Any]:
 
     if not host.gpu_available():
         host.install()
-    found: dict[str, Any] = {"lacks": [], "refuses": [], "sources": {}}
+    found: dict[str, Any] = {"lacks": [], "refuses": [], "sources": {}, "replaced": {}}
     for name in sorted(used().keys() | MIRRORED.keys()):
         try:
             value = _resolve(name)
@@ -186,7 +248,120 @@ def look_up() -> dict[str, Any]:
         found["refuses"] += [f"{name}({keyword}=)" for keyword in sorted(_refused(value, name))]
         if name in MIRRORED:
             found["sources"][name] = _hash(name, MIRRORED[name].split())
+    folders = [Path(folder) for folder in importlib.import_module("megatron").__path__]
+    root = next(folder for folder in folders if (folder / "core").is_dir())
+    for name, what in REPLACED.items():
+        defined = definitions.definition(root, name)
+        if defined is not None:
+            found["replaced"][name] = _described_definition(defined.node, with_code=what == "code")
+    replaced = {*REPLACED} - {*found["replaced"]}
+    private = {name for name in private_names() if not _is_defined(root, name)}
+    found["lacks"] = sorted({*found["lacks"], *replaced, *private})
     return found
+
+
+def private_names() -> list[str]:
+    """Names of Megatron with an underscore, without ``megatron.``."""
+    names = foreign.scan().names
+    return sorted(name.removeprefix("megatron.") for name in names if name.startswith("megatron."))
+
+
+def _is_defined(root: Path, name: str) -> bool:
+    """Whether a name is defined, or assigned to ``self`` in a method of its class."""
+    owner, _, attribute = name.rpartition(".")
+    defined = definitions.definition(root, name) is not None
+    return defined or attribute in definitions.attributes(root, owner)
+
+
+def _described_definition(node: ast.AST, *, with_code: bool) -> str:
+    if not isinstance(node, ast.FunctionDef):
+        return "class" if isinstance(node, ast.ClassDef) else "value"
+    parameters = copy.deepcopy(node.args)
+    for each in ast.walk(parameters):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    signature = f"({ast.unparse(parameters)})"
+    return f"{signature} {_hash_of([node])}" if with_code else signature
+
+
+def look_up_torch() -> dict[str, str | None]:
+    """What the installed torch and Python have of each name of theirs that has an underscore."""
+    own = (name for name in sorted(foreign.scan().names) if name.startswith(("torch.", "argparse.")))
+    return {name: described(name) for name in own}
+
+
+def described(name: str) -> str | None:
+    """The signature and a hash of a function's code, or what it is of others; None if it does not exist."""
+    try:
+        value = _imported(name)
+    except (ImportError, AttributeError):
+        owner, _, attribute = name.rpartition(".")
+        return "attribute" if hasattr(_example(owner), attribute) else None
+    schemas = [getattr(value, overload)._schema for overload in getattr(value, "overloads", list)()]
+    if schemas:
+        return "; ".join(map(str, schemas))
+    function = value.__init__ if inspect.isclass(value) else value
+    if not inspect.isfunction(function):
+        # The signature, if torch's binding of a C++ function says it.
+        text = (
+            (getattr(value, "__doc__", None) or "") if callable(value) and not inspect.isclass(value) else ""
+        )
+        said = text.strip().partition("\n")[0]
+        return said if "(" in said else f"a {type(value).__name__}"
+    signature = inspect.signature(function)
+    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    node = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return (
+        f"{signature.replace(parameters=plain, return_annotation=signature.empty)} {_hash_of([node.body[0]])}"
+    )
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        owner, _, attribute = name.rpartition(".")
+        if not owner:
+            raise
+        return getattr(_imported(owner), attribute)
+
+
+def _example(owner: str) -> Any:
+    """An object whose attributes its class does not have."""
+    match owner:
+        case "torch.nn.Module":
+            return _imported(owner)()
+        case "argparse.ArgumentParser":
+            return _imported(owner)()
+        case "torch._ops.OpOverload":
+            return _imported("torch.ops.aten.add.Tensor")
+    return None
+
+
+def lacks_of(package: str) -> list[str]:
+    """The names of an optional package that is installed which it lacks."""
+    return [
+        name for name in sorted(foreign.scan().names) if name.startswith(f"{package}.") and _is_lost(name)
+    ]
+
+
+def _is_lost(name: str) -> bool:
+    try:
+        _imported(name)
+        return False
+    except (AttributeError, ImportError):
+        owner, _, attribute = name.rpartition(".")
+    try:
+        value = _imported(owner)
+    except (AttributeError, ImportError):
+        return True
+    # Of a layer: its class assigns it.
+    return not (inspect.isclass(value) and f"self.{attribute}" in inspect.getsource(value))
+
+
+def torch_version() -> str:
+    """Major and minor version of the installed one."""
+    return ".".join(map(str, (compat.torch_release() or ())[:2]))
 
 
 def _resolve(name: str) -> Any:
@@ -218,7 +393,11 @@ def _hash(name: str, methods: list[str]) -> str:
     nodes: list[ast.AST] = [node]
     if methods:
         nodes = [each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) in methods]
-    text = "\n".join(ast.unparse(_without_docstrings(each)) for each in nodes)
+    return _hash_of(nodes)
+
+
+def _hash_of(nodes: list[Any]) -> str:
+    text = "\n".join(ast.unparse(_without_docstrings(copy.deepcopy(each))) for each in nodes)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -242,8 +421,14 @@ def report_of(version: str) -> dict[str, Any]:
 
 
 def recorded() -> dict[str, Any]:
-    """By version, what :func:`look_up` found."""
-    found: dict[str, Any] = json.loads(RECORD.read_text())
+    """By version of Megatron, what :func:`look_up` found."""
+    found: dict[str, Any] = json.loads(RECORD.read_text())["megatron"]
+    return found
+
+
+def recorded_torch() -> dict[str, dict[str, str | None]]:
+    """By version of torch, what :func:`look_up_torch` found."""
+    found: dict[str, dict[str, str | None]] = json.loads(RECORD.read_text())["torch"]
     return found
 
 
@@ -285,12 +470,48 @@ def render() -> Iterator[str]:
             same.setdefault(how or "only imported or called", []).append(f"`{name}`")
     for how, names in sorted(same.items()):
         yield f"\nIn every version, {how}:\n\n" + ",\n".join(names)
+    yield from _render_private()
+
+
+PRIVATE_HEAD = """
+## Attributes with an underscore
+
+Nobody promises to keep these. `tests/foreign.py` finds them in the package's sources. Tests fail if one is
+new or missing, or if one of torch has another signature or code than in torch {torch}. All names of
+Transformer Engine are listed; those of optional packages are looked up where they are installed.
+
+| name | read again |
+|---|---|"""
+REPLACED_HEAD = """
+## Replaced at run time
+
+Tests compare the signature of each function of Megatron in every version, and its code where AMPipe's
+replacement relies on what it does. Values and classes have to exist.
+
+| name | compared | read again |
+|---|---|---|"""
+
+
+def _render_private() -> Iterator[str]:
+    found = foreign.scan()
+    yield PRIVATE_HEAD.format(torch=", ".join(recorded_torch()))
+    for name, files in sorted(found.names.items()):
+        yield f"| `{name}` | {_in_words(files)} |"
+    yield REPLACED_HEAD
+    for name, files in sorted(found.replaced.items()):
+        yield f"| `{name}` | {REPLACED.get(name, 'nothing')} | {_in_words(files)} |"
+
+
+def _in_words(files: set[str]) -> str:
+    return ", ".join(f"`{file}`" for file in sorted(files))
 
 
 def main() -> None:
     """Write the record and the page."""
     found = recorded() | {version: report_of(version) for version in at_hand()}
-    RECORD.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+    of_torch = recorded_torch() | {torch_version(): look_up_torch()}
+    record = {"megatron": dict(sorted(found.items())), "torch": of_torch}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text("\n".join(render()) + "\n")
 
 

@@ -28,13 +28,15 @@ def import_megatron() -> bool:
     """Import Megatron's training, on the host platform if there is no GPU. A patched Megatron stays inactive.
 
     Returns whether there is a GPU. Raises :class:`EnvironmentMissing` if torch or Megatron is missing or too
-    old.
+    old, or Megatron is too new.
     """
     global is_launched
     try:
         import torch  # noqa: F401
     except ImportError as error:
         raise EnvironmentMissing(f"PyTorch cannot be imported ({error}). Run: pip install torch") from error
+    # First: with a Megatron of another version, imports or replacements may fail.
+    compat.require_peers()
     on_gpu = host.gpu_available()
     try:
         if on_gpu:
@@ -43,9 +45,8 @@ def import_megatron() -> bool:
             host.install()
     except ImportError as error:
         raise EnvironmentMissing(
-            f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
+            f"Megatron cannot be imported ({error}). Run: pip install '{compat.MEGATRON_REQUIREMENT}'"
         ) from error
-    compat.require_peers()
     is_launched = True
     return on_gpu
 

@@ -50,7 +50,7 @@ def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
     ``recipe`` has a field ``model``, or is a model's configuration. Its layer specification is changed, and
     other overlaps of MoE communication are switched off; at degree 1 nothing is changed. Raises
     :class:`BadInput` if the options are wrong or AMPipe does not support the recipe, and
-    :class:`EnvironmentMissing` if torch or Megatron is too old.
+    :class:`EnvironmentMissing` if torch or Megatron is of an unsupported version.
     """
     compat.require_peers()
     model = getattr(recipe, "model", recipe)
@@ -87,7 +87,7 @@ def switch_on_models(*, degree: int, **options: Unpack[Options]) -> None:
 
     Models without MoE layers do not change. For each model, rank 0 prints whether it is pipelined. Raises
     :class:`BadInput` if the options are wrong, if AMPipe is switched on already, and later if a model is
-    not supported; :class:`EnvironmentMissing` if torch or Megatron is too old.
+    not supported; :class:`EnvironmentMissing` if torch or Megatron is of an unsupported version.
     """
     compat.require_peers()
     import torch

@@ -29,8 +29,11 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.context import AMPipeContext
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(
-    getattr(torch_module, f"_global{name}") for name in _HOOKS
+_GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
 )
 """Hooks of all modules (``torch.nn.modules.module.register_module_forward_hook`` and its relatives)."""
 _HARMLESS = "megatron.core.distributed."
