@@ -55,6 +55,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         prog="ampipe",
         description="Tools for AMPipe, which pipelines attention and MoE layers inside a transformer block.",
         epilog=_EPILOG,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-ampipe {__version__}")
@@ -64,6 +65,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:

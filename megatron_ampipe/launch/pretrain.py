@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.launch.ending import known_cause, run_to_end
+from megatron_ampipe.launch.planned import plan_of_run
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.script import TrainingSession, wrap_steps
 
@@ -84,5 +85,7 @@ def check_launch(words: Sequence[str]) -> None:
         run = session.requested
         assert run is not None
         refuse_unsupported(run.settings, run.pipeline, args)
+        if run.plan is not None and run.settings.plan is not None:
+            plan_of_run(args, run.plan, run.settings.plan)
     except Exception as error:
         raise known_cause(error) or error from error

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -176,6 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
         _write_shown(predictor, shown, arguments)
     if arguments.output is not None:
         plan.write(arguments.output, head=arguments.command_line)
+        print(f"wrote {arguments.output}", file=sys.stderr)
     if arguments.json == "-":
         print(text, end="")
         return 0

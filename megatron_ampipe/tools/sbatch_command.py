@@ -137,7 +137,10 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.write_text(arguments.output, script, mode=0o755)
         print(f"wrote {arguments.output}", file=sys.stderr)
     if not arguments.submit:
-        print("not submitted. Add --submit, or --output job.sbatch and submit that.", file=sys.stderr)
+        remedy = "Add --submit, or --output job.sbatch and submit that."
+        if arguments.output is not None:
+            remedy = f"Run: sbatch {arguments.output}"
+        print(f"not submitted. {remedy}", file=sys.stderr)
         return 0
     done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
     if done.returncode != 0:

@@ -134,6 +134,10 @@ identity() {
 inputs() { printf 'inputs %s\n' "$(cat setup.py constraints.txt | cksum)"; }
 
 make_venv() {
+    if [ -L "$venv" ]; then
+        fail "$venv is a link to an environment of another folder, which would be removed." \
+            "Remove the link, then run this script again: rm .venv"
+    fi
     find_python
     local free_kb
     free_kb=$(df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print $4 }')

@@ -189,7 +189,7 @@ def test_without_a_request_nothing_is_submitted_and_a_refusal_of_sbatch_is_an_er
     done = cluster.ampipe_sbatch(*NODES[1:], *GPUS, "--output", "job.sbatch", *FLAGS)
     assert done.returncode == 0, done.stderr
     assert (cluster.folder / "job.sbatch").read_text() == done.stdout
-    assert "not submitted. Add --submit, or --output job.sbatch and submit that.\n" in done.stderr
+    assert "not submitted. Run: sbatch job.sbatch\n" in done.stderr
     assert not cluster.submitted
     done = cluster.ampipe_sbatch(*NODES[1:], *GPUS, "--submit", "--sbatch-option=--nonsense=1", *FLAGS)
     assert done.returncode == 3

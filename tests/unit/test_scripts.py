@@ -177,6 +177,18 @@ def test_a_moved_checkout_gets_a_new_environment(checkout: Checkout) -> None:
     assert len(checkout.installs) == 1, "without its Python it is made again"
 
 
+def test_an_environment_of_another_folder_is_not_removed(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    other = checkout.root.with_name("other-venv")
+    other.mkdir()
+    for name in ("kept", ".ampipe-stamp"):
+        (other / name).touch()
+    (checkout.root / ".venv").symlink_to(other)
+    result = checkout.run(code=1)
+    assert "is a link to an environment of another folder" in result.stderr + result.stdout
+    assert (other / "kept").exists() and not checkout.installs
+
+
 def test_an_interrupted_installation_is_repeated(checkout: Checkout) -> None:
     checkout.add_python("python3.12", "3.12.4")
     kills = "mkdir -p .venv/half .venv/cache/pip/wheel; kill -9 $PPID"
