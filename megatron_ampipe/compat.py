@@ -426,7 +426,7 @@ def current_gpu() -> Gpu:
 
     return Gpu(
         capability=(0, 0) if torch.version.hip else torch.cuda.get_device_capability(),
-        cudnn=torch.backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
+        cudnn=torch.backends.cudnn.version() or 0,
         torch_flash=torch.backends.cuda.is_flash_attention_available(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
