@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.backends import EXACT_PIECES
-from megatron_ampipe.attention.kernels import KERNELS, TRANSFORMER_ENGINE, Kernel, has_sinks
+from megatron_ampipe.attention.kernels import KERNELS, TRANSFORMER_ENGINE, Kernel, ScoringOptions, has_sinks
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.collectives import copy_to_device
@@ -189,7 +189,7 @@ class ChunkAttention:
         is_kernel = not calls_module
         self._dropout = config.attention_dropout if is_kernel else 0.0
         self._has_sinks = is_kernel and has_sinks(config)
-        self._options: dict[str, Any] = {}
+        self._options: ScoringOptions = {}
         if is_kernel and _has_window(attention):
             left, right = config.window_size
             assert right == 0, "start-up refuses windows that look ahead"
@@ -212,7 +212,9 @@ class ChunkAttention:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
             forks_rng = dropout > 0 and not self._sequence_parallel
-            options = self._options | ({"dropout": dropout} if dropout else {})
+            options: ScoringOptions = {**self._options}
+            if dropout:
+                options["dropout"] = dropout
             if self._has_sinks:
                 options["sinks"] = _read_sinks(self._core)
             with tensor_parallel.get_cuda_rng_tracker().fork() if forks_rng else contextlib.nullcontext():
