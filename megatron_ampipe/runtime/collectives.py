@@ -103,7 +103,7 @@ def issued(
 
 
 def exchange_rows(
-    tensors: Sequence[Tensor], *, send: list[int], receive: list[int], group: dist.ProcessGroup
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
     """Start an all-to-all of ``[sum(send), ...]`` to ``[sum(receive), ...]``; both list rows by rank."""
     return issued(dist.all_to_all_single, tensors, receive, send, num_rows=sum(receive), group=group)
