@@ -55,7 +55,7 @@ def class_path(name: str, shipped: Mapping[str, str], *, flag: str) -> str:
 
 def import_class(
     name: str, shipped: Mapping[str, str], *, flag: str, fits: Callable[[type], bool], rule: str, remedy: str
-) -> Any:
+) -> type:
     """Import the class of :func:`class_path`; raises :class:`BadInput` if that fails.
 
     A class for which ``fits`` is False is refused with ``rule`` and ``remedy``.

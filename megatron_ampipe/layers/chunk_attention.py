@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -108,23 +108,30 @@ def _positions_in_documents(documents: Documents, device: torch.device) -> Tenso
     return copy_to_device(torch.stack(positions, dim=1), device)
 
 
+class _RotaryEmbeddings(Protocol):
+    """What attention calls of Megatron's module. YaRN's returns ``(embedding, factor)``."""
+
+    def __call__(self, length: int, **kwargs: object) -> Tensor | tuple[Tensor, float]: ...
+
+    def get_cached_cos_sin(self, length: int, **kwargs: object) -> tuple[Tensor, ...]: ...
+
+
 class _RotaryOfRows:
     """Wraps a rotary embedding of Megatron to return only some of its rows."""
 
-    def __init__(self, whole: Any, rows: Callable[[Tensor], Tensor], num_keys: int) -> None:
+    def __init__(self, whole: _RotaryEmbeddings, rows: Callable[[Tensor], Tensor], num_keys: int) -> None:
         self._whole, self._rows, self._num_keys = whole, rows, num_keys
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
         return self._num_keys
 
-    def __call__(self, length: int, **kwargs: Any) -> Any:
+    def __call__(self, length: int, **kwargs: object) -> Tensor | tuple[Tensor, float]:
         embedding = self._whole(length, **kwargs)
         if not isinstance(embedding, tuple):
             return self._rows(embedding)
-        # YaRN returns ``(embedding, factor)``.
         return self._rows(embedding[0]), *embedding[1:]
 
-    def get_cached_cos_sin(self, length: int, **kwargs: Any) -> tuple[Tensor, ...]:
+    def get_cached_cos_sin(self, length: int, **kwargs: object) -> tuple[Tensor, ...]:
         return tuple(self._rows(part) for part in self._whole.get_cached_cos_sin(length, **kwargs))
 
 
@@ -261,7 +268,7 @@ class ChunkAttention:
 
 
 @contextlib.contextmanager
-def random_states(states: tuple[Any, ...]) -> Iterator[None]:
+def random_states(states: tuple[object, ...]) -> Iterator[None]:
     """Set these random states; restore the current ones on exit."""
     with random._fork_rng():
         random._set_all_rng_states(*states)

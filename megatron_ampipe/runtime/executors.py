@@ -46,6 +46,9 @@ class Executor(Protocol):
     threads: bool
     """Whether lanes run on several threads."""
 
+    def __hash__(self) -> int:
+        """Tapes are cached by executor."""
+
     def execute(
         self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
     ) -> None:
