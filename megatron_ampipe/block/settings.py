@@ -447,7 +447,7 @@ def settings_of(arguments: object) -> Settings:
     return Settings(**given_settings(arguments))
 
 
-def check_given(given: dict[str, Any]) -> None:
+def check_given(given: Mapping[str, Any]) -> None:
     """Raise :class:`BadInput` for the first wrong value, or settings that cannot be given together."""
     for name, value in given.items():
         setting = SETTING[name]
