@@ -27,7 +27,6 @@ from packaging.version import Version
 from megatron_ampipe.errors import EnvironmentMissing
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.moe.moe_layer import MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -202,13 +201,13 @@ def mlp_class(mlp: object) -> Any:
     return getattr(built, "__self__", built)
 
 
-def moe_submodules(mlp: ModuleSpec | partial[object]) -> MoESubmodules:
+def moe_submodules(mlp: ModuleSpec | partial[object]) -> Any:
     """The ``MoESubmodules`` of an ``mlp`` that builds an MoE layer."""
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def with_moe_submodules(
-    mlp: ModuleSpec | partial[object], submodules: MoESubmodules
+    mlp: ModuleSpec | partial[object], submodules: object
 ) -> ModuleSpec | partial[object]:
     """The same ``mlp`` with these submodules."""
     if isinstance(mlp, partial):

@@ -18,8 +18,8 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of, turned

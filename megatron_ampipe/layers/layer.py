@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention
@@ -77,7 +76,7 @@ class AMPipeTransformerLayer(TransformerLayer):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         rotary_pos_emb: RotaryEmbedding | None = None,
-        inference_context: BaseInferenceContext | None = None,
+        inference_context: object = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the block. The first layer of a stack runs all its blocks; the others return their input.
