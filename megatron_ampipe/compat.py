@@ -15,16 +15,20 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
 
 from megatron_ampipe.errors import EnvironmentMissing
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.17"}
 SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
@@ -193,7 +197,7 @@ def has_hybrid_models() -> bool:
     return folder is not None and (folder / "models" / "hybrid" / "hybrid_model.py").is_file()
 
 
-def mlp_class(mlp: Any) -> Any:
+def mlp_class(mlp: object) -> Any:
     """The class that the ``mlp`` of a layer's submodules builds.
 
     Since 0.18, ``mlp`` is a ``partial`` of the class or of a class method; before 0.18, and if a user writes
@@ -203,12 +207,14 @@ def mlp_class(mlp: Any) -> Any:
     return getattr(built, "__self__", built)
 
 
-def moe_submodules(mlp: Any) -> Any:
+def moe_submodules(mlp: ModuleSpec | partial[object]) -> Any:
     """The ``MoESubmodules`` of an ``mlp`` that builds an MoE layer."""
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
-def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
+def with_moe_submodules(
+    mlp: ModuleSpec | partial[object], submodules: object
+) -> ModuleSpec | partial[object]:
     """The same ``mlp`` with these submodules."""
     if isinstance(mlp, partial):
         return partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
@@ -312,14 +318,16 @@ def backend_of_shape(key: Hashable) -> Iterator[None]:
 
 
 @cache
-def _switch_of_transformer_engine() -> tuple[Any, Any]:
+def _switch_of_transformer_engine() -> tuple[
+    Callable[[], bool], Callable[..., contextlib.AbstractContextManager[None]]
+]:
     """A function that tells if its layers compute in FP8 now, and the context that sets it."""
     engine = importlib.import_module("transformer_engine.pytorch")
     fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
     return fp8.FP8GlobalStateManager.is_fp8_enabled, engine.fp8_autocast
 
 
-def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[None]:
+def precision_of(config: TransformerConfig, layer: int) -> contextlib.AbstractContextManager[None]:
     """A context in which a layer computes in FP8 or in 16 bits, as Megatron's loop over layers sets it.
 
     That loop enters one context for the first layer of a schedule, and none for a backward pass.
@@ -340,7 +348,7 @@ def precision_of(config: Any, layer: int) -> contextlib.AbstractContextManager[N
     return context
 
 
-def forget_quantized_weights(linear: Any) -> None:
+def forget_quantized_weights(linear: object) -> None:
     """Clear the quantized weights of a Transformer Engine linear layer, so its next call quantizes again.
 
     Passing ``is_first_microbatch`` would quantize again too, but would also overwrite the accumulated
@@ -370,7 +378,7 @@ def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
 CANNOT_BE_IMPORTED = "cannot be imported"
 
 
-def flash_attention(kernel: str) -> Any:
+def flash_attention(kernel: str) -> ModuleType:
     """The module with the functions of the FlashAttention package that has a kernel."""
     return importlib.import_module(_package_of(kernel).module)
 
@@ -409,7 +417,7 @@ def flash_attention_problem(kernel: str) -> str | None:
     return None
 
 
-def _parameters(module: Any, name: str) -> Collection[str] | None:
+def _parameters(module: object, name: str) -> Collection[str] | None:
     """The parameters of a function, or of torch's operator ``namespace.name``; None if it is missing."""
     namespace, _, operator = name.rpartition(".")
     if not namespace:
@@ -441,7 +449,7 @@ def current_gpu() -> Gpu:
 
     return Gpu(
         capability=(0, 0) if torch.version.hip else torch.cuda.get_device_capability(),
-        cudnn=torch.backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
+        cudnn=torch.backends.cudnn.version() or 0,
         torch_flash=torch.backends.cuda.is_flash_attention_available(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

@@ -104,7 +104,7 @@ BY_VARIABLE = {
 }  # fmt: skip
 """The names that are replaced by a loop over names, by file and module of Megatron."""
 OTHER_ATTRIBUTES = {
-    # Of records of ours that another file declares.
+    # Of records of this package that another file declares.
     ("runtime/graphs.py", "parameters"),
     ("runtime/steps.py", "values"),
     # Of argparse, of torch.cuda, and a field of a layer specification.
@@ -147,7 +147,7 @@ def sources() -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """A class of ours: what it defines, and its bases as full names."""
+    """A class of this package: what it defines, and its bases as full names."""
 
     defines: frozenset[str]
     bases: tuple[str, ...]
@@ -188,7 +188,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _bound(tree: ast.Module, file: str) -> dict[str, str]:
-    """Full names by the names that a file gives to modules, imported names and classes of its own."""
+    """Full names by the names that a file gives to modules, imported names and its own classes."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         match node:
@@ -321,7 +321,7 @@ class _File:
             self._of_object(node.attr, node)
 
     def _ancestors(self, name: str) -> tuple[dict[str, frozenset[str]], list[str]]:
-        """What a class of ours and its ancestors of ours define, and the first ancestors that are others'."""
+        """What a class of this package and its ancestors here define, and the first other ancestors."""
         defining: dict[str, frozenset[str]] = {}
         foreign: list[str] = []
         left = [name]
@@ -335,7 +335,7 @@ class _File:
         return defining, foreign
 
     def _overridden(self, name: str) -> None:
-        """Count private attributes of a class of ours that its ancestor in Megatron has too."""
+        """Count private attributes of a class of this package that its ancestor in Megatron has too."""
         _, foreign = self._ancestors(name)
         for owner in foreign:
             if owner.startswith("megatron."):

@@ -285,7 +285,7 @@ def _described_definition(node: ast.AST, *, with_code: bool) -> str:
 
 
 def look_up_torch() -> dict[str, str | None]:
-    """What the installed torch and Python have of each name of theirs that has an underscore."""
+    """What the installed torch and Python have of each of their names that has an underscore."""
     own = (name for name in sorted(foreign.scan().names) if name.startswith(("torch.", "argparse.")))
     return {name: described(name) for name in own}
 

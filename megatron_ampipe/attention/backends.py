@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron_ampipe.attention.pieces import (
     HEADS_FIRST,
     ROWS_FIRST,
+    KernelOutput,
     PieceKernel,
     all_visible_keys,
     causal_then_earlier,
@@ -53,7 +53,7 @@ def sdpa(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, with torch's bottom-right bias if no window."""
-    bias: Any
+    bias: Tensor
     if sinks is not None:
         bias = _bias_with_sink(visible_keys(query, key, window), sinks)
         key, value = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1)) for x in (key, value))
@@ -61,24 +61,43 @@ def sdpa(
         bias = causal_lower_right(query.shape[0], key.shape[0])
     else:
         bias = visible_keys(query, key, window)
-    tensors = (x.permute(HEADS_FIRST) for x in (query, key, value))
     shares_keys = query.shape[2] != key.shape[2]
+    query, key, value = (x.permute(HEADS_FIRST) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
-        *tensors, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=shares_keys
+        query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=shares_keys
     )
     return output.permute(ROWS_FIRST)
 
 
-def torch_flash(query: Tensor, key: Tensor, value: Tensor, **scoring: Any) -> Tensor:
+def torch_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+) -> Tensor:
     """torch's FlashAttention 2 on a GPU, also with dropout and a window."""
     tensors = (x.transpose(0, 1) for x in (query, key, value))
-    return torch_flash_documents(*tensors, None, None, len(query), len(key), **scoring).transpose(0, 1)
+    given = *tensors, None, None, len(query), len(key)
+    return _torch_flash(*given, scale=scale, dropout=dropout, window=window).transpose(0, 1)
 
 
 def torch_flash_documents(
-    *given: Any, scale: float, dropout: float = 0.0, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *bounds: Tensor | int,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """The same for several documents: see :data:`DocumentFunction`."""
+    return _torch_flash(query, key, value, *bounds, scale=scale, dropout=dropout, window=window)
+
+
+def _torch_flash(*given: Tensor | int | None, scale: float, dropout: float, window: int | None) -> Tensor:
     output: Tensor = aten._flash_attention_forward(
         *given, dropout, True, False, scale=scale, window_size_left=window
     )[0]
@@ -139,7 +158,7 @@ _TRIANGLE_ROWS = 128
 """Queries of the largest causal piece: with fewer, the extra calls cost more than the masked scores saved."""
 
 
-def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Any, ...]:
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> KernelOutput:
     batch, heads, rows, _ = query.shape
     tensors = _of_equal_heads(query, key, value, causal=causal)
     output, lse = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
@@ -177,14 +196,14 @@ CPU_FLASH = PieceKernel(
 # pieces need as many keys as queries. The states are random states, unused without dropout.
 
 
-def _torch_2_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
+def _torch_2_forward(*tensors: Tensor, causal: bool, scale: float) -> KernelOutput:
     output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         *tensors, 0.0, causal, False, scale=scale
     )
     return output, lse, seed, offset
 
 
-def _torch_2_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _torch_2_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     *tensors, lse, seed, offset = given
     lengths = tensors[1].shape[2], tensors[2].shape[2]
     gradients: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_backward(
@@ -193,7 +212,7 @@ def _torch_2_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, 
     return gradients
 
 
-def _cudnn_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
+def _cudnn_forward(*tensors: Tensor, causal: bool, scale: float) -> KernelOutput:
     """Also returns the number of dimensions of the log-sum-exp, which depends on torch's version."""
     query, key, _ = tensors
     assert key.shape[2] > 1, "cuDNN attends to two keys or more: use a smaller --ampipe-degree"
@@ -203,7 +222,10 @@ def _cudnn_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Any, .
     return output, lse.reshape(query.shape[:3]), seed, offset, lse.dim()
 
 
-def _cudnn_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ...]:
+_CudnnGiven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]
+
+
+def _cudnn_backward(*given: *_CudnnGiven, causal: bool, scale: float) -> tuple[Tensor, ...]:
     *tensors, lse, seed, offset, lse_dimensions = given
     lse = lse.contiguous()
     lse = lse if lse.dim() == lse_dimensions else lse.unsqueeze(-1)

@@ -9,13 +9,12 @@ align causal masks and windows to the bottom right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.pieces import PieceKernel, all_visible_keys
+from megatron_ampipe.attention.pieces import KernelOutput, PieceKernel, all_visible_keys
 
 
 def flash_2(
@@ -36,7 +35,9 @@ def flash_2(
     return output.transpose(0, 1)
 
 
-def flash_2_documents(*given: Any, scale: float, dropout: float = 0.0, window: int | None = None) -> Tensor:
+def flash_2_documents(
+    *given: Tensor | int, scale: float, dropout: float = 0.0, window: int | None = None
+) -> Tensor:
     """The same for several documents; a :data:`~.backends.DocumentFunction`."""
     attend = compat.flash_attention("flash-attn-2").flash_attn_varlen_func
     tensors, bounds = given[:3], _bounds(given[3:])
@@ -54,7 +55,7 @@ def flash_3(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: 
     return _first(output).transpose(0, 1)
 
 
-def flash_3_documents(*given: Any, scale: float, window: int | None = None) -> Tensor:
+def flash_3_documents(*given: Tensor | int, scale: float, window: int | None = None) -> Tensor:
     """The same for several documents; a :data:`~.backends.DocumentFunction`."""
     attend = compat.flash_attention("flash-attn-3").flash_attn_varlen_func
     tensors, bounds = given[:3], _bounds(given[3:])
@@ -79,7 +80,7 @@ def flash_4(
 
 
 def flash_4_documents(
-    *given: Any, scale: float, window: int | None = None, sinks: Tensor | None = None
+    *given: Tensor | int, scale: float, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """The same for several documents; a :data:`~.backends.DocumentFunction`."""
     attend = compat.flash_attention("flash-attn-4").flash_attn_varlen_func
@@ -90,7 +91,7 @@ def flash_4_documents(
     )
 
 
-def _scoring(scale: float) -> dict[str, Any]:
+def _scoring(scale: float) -> dict[str, float | bool]:
     """The arguments of differentiable functions that are the same in all packages."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return {"softmax_scale": scale, "causal": True, "deterministic": deterministic}
@@ -101,12 +102,12 @@ def _window(window: int | None, *, unlimited: int | None) -> tuple[int | None, i
     return (unlimited, unlimited) if window is None else (window, 0)
 
 
-def _bounds(bounds: Sequence[Any]) -> dict[str, Any]:
+def _bounds(bounds: Sequence[Tensor | int]) -> dict[str, Tensor | int]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, bounds, strict=True))
 
 
-def _first(result: Any) -> Tensor:
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     """The output alone: FlashAttention 4 and older versions of 3 also return the log-sum-exp."""
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
@@ -136,12 +137,12 @@ _PLAIN_2 = {
 }
 
 
-def _flash_2_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _flash_2_forward(*tensors: Tensor, causal: bool, scale: float) -> KernelOutput:
     forward = compat.flash_attention("flash-attn-2")._flash_attn_forward
     output, lse, _, random_state = forward(
         *map(_rows_first, tensors), softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN_2
     )
-    return *_heads_first([output]), lse, random_state
+    return output.transpose(1, 2), lse, random_state
 
 
 def _flash_2_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
@@ -167,13 +168,13 @@ def _flash_2_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tenso
 # around them.
 
 
-def _flash_3_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _flash_3_forward(*tensors: Tensor, causal: bool, scale: float) -> KernelOutput:
     # Importing the module registers the operators.
     compat.flash_attention("flash-attn-3")
     output, lse, *_ = torch.ops.flash_attn_3.fwd(
         *map(_rows_first, tensors), softmax_scale=scale, is_causal=causal, num_splits=1
     )
-    return *_heads_first([output]), lse
+    return output.transpose(1, 2), lse
 
 
 def _flash_3_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
@@ -194,10 +195,10 @@ def _flash_3_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tenso
     return _heads_first(gradients)
 
 
-def _flash_4_forward(*tensors: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _flash_4_forward(*tensors: Tensor, causal: bool, scale: float) -> KernelOutput:
     forward = compat.flash_attention("flash-attn-4")._flash_attn_fwd
     output, lse, *_ = forward(*map(_rows_first, tensors), softmax_scale=scale, causal=causal, return_lse=True)
-    return *_heads_first([output]), lse
+    return output.transpose(1, 2), lse
 
 
 def _flash_4_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:

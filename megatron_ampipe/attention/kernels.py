@@ -7,10 +7,11 @@ name stands for one backend, except ``sdpa``, whose backend torch chooses. Shape
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -25,9 +26,41 @@ from megatron_ampipe.attention.pieces import (
     joined,
     split_spans,
 )
+from megatron_ampipe.block.megatron_settings import MegatronSettings
 from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule.chunks import DocumentRows, Documents, Span
 from megatron_ampipe.schedule.features import uses_ring_attention
+
+
+class ScoringOptions(TypedDict, total=False):
+    """Keywords of a :data:`~.backends.SpanFunction` beyond the scale."""
+
+    dropout: float
+    window: int | None
+    sinks: Tensor | None
+
+
+class _Scoring(ScoringOptions, total=False):
+    scale: Required[float]
+
+
+class KernelSettings(MegatronSettings, Protocol):
+    """What is read of Megatron's settings to choose a kernel. Latent attention has separate head sizes."""
+
+    @property
+    def params_dtype(self) -> torch.dtype: ...
+
+    @property
+    def kv_channels(self) -> int: ...
+
+    @property
+    def qk_head_dim(self) -> int: ...
+
+    @property
+    def qk_pos_emb_head_dim(self) -> int: ...
+
+    @property
+    def v_head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +84,7 @@ class Kernel:
         scale: float,
         documents: Documents | None = None,
         sums: KeyValueSums | None = None,
-        **options: Any,
+        **options: Unpack[ScoringOptions],
     ) -> Tensor:
         """Attention of one chunk; differentiable.
 
@@ -60,7 +93,8 @@ class Kernel:
         a :data:`~.backends.SpanFunction`; without any, pieces are used if supported. Pieces add the gradients
         of keys and values to ``sums``, and return None for both.
         """
-        tensors, scoring = (query, key, value), {"scale": scale, **options}
+        tensors = (query, key, value)
+        scoring: _Scoring = {"scale": scale, **options}
         if documents is None:
             return self._attend(tensors, spans, scoring, None if sums is None else sums.add)
         rows = documents.rows_of(spans)
@@ -73,7 +107,7 @@ class Kernel:
         return self._attend_one_by_one(tensors, rows, scoring, sums)
 
     def _attend(
-        self, tensors: Sequence[Tensor], spans: Sequence[Span], scoring: dict[str, Any], add: AddKeys | None
+        self, tensors: Sequence[Tensor], spans: Sequence[Span], scoring: _Scoring, add: AddKeys | None
     ) -> Tensor:
         if self.pieces is not None and len(scoring) == 1:
             output: Tensor = AttentionInPieces.apply(*tensors, self.pieces, spans, scoring["scale"], add)
@@ -91,26 +125,34 @@ class Kernel:
         self,
         tensors: Sequence[Tensor],
         documents: Sequence[DocumentRows],
-        scoring: dict[str, Any],
+        scoring: _Scoring,
         sums: KeyValueSums | None,
     ) -> Tensor:
         query, *keys_and_values = tensors
+        add_to_sums = None if sums is None else sums.add
 
         def attend(queries: Tensor, rows: DocumentRows) -> Tensor:
-            def add(start: int, *parts: Tensor) -> None:
-                sums.add(rows.first_key + start, *parts, sequence=rows.sequence)
-
+            add = None
+            if add_to_sums is not None:
+                add = functools.partial(_add_in_document, add_to_sums, rows)
             keys, sequence = slice(rows.first_key, rows.last_key), slice(rows.sequence, rows.sequence + 1)
             seen = [x[keys, sequence] for x in keys_and_values]
-            return self._attend((queries, *seen), (rows.span,), scoring, None if sums is None else add)
+            return self._attend((queries, *seen), (rows.span,), scoring, add)
 
-        outputs = []
+        outputs: list[Tensor] = []
         for sequence, part in enumerate(query.split(1, dim=1)):
             in_sequence = [rows for rows in documents if rows.sequence == sequence]
             # Views of one split, whose backward joins the gradients of all documents in one copy.
             queries = part.split([rows.num_rows for rows in in_sequence])
             outputs.append(joined(list(map(attend, queries, in_sequence))))
         return joined(outputs, dim=1)
+
+
+def _add_in_document(
+    add: Callable[..., None], rows: DocumentRows, start: int, key: Tensor, value: Tensor
+) -> None:
+    """Add gradients of keys and values from row ``start`` of a document on (:data:`~.pieces.AddKeys`)."""
+    add(rows.first_key + start, key, value, sequence=rows.sequence)
 
 
 def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Tensor:
@@ -245,7 +287,9 @@ class KernelChoice(NamedTuple):
     reason: str = ""
 
 
-def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool = False) -> KernelChoice:
+def choose_kernel(
+    settings: KernelSettings, *, local: bool, on_gpu: bool, documents: bool = False
+) -> KernelChoice:
     """Choose the kernel for all chunks of a layer.
 
     A layer built with Transformer Engine keeps TE's attention, with two exceptions: under context parallelism
@@ -277,7 +321,7 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
     return choice._replace(name="exact-pieces") if in_ring and not has_pieces else choice
 
 
-def _head_sizes(settings: Any) -> tuple[int, int]:
+def _head_sizes(settings: KernelSettings) -> tuple[int, int]:
     """The head size of queries and keys, and that of values."""
     if settings.multi_latent_attention:
         return settings.qk_head_dim + settings.qk_pos_emb_head_dim, settings.v_head_dim
@@ -297,7 +341,7 @@ def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = N
     return "exact-pieces" if name == "sdpa" else name
 
 
-def has_sinks(settings: Any) -> bool:
+def has_sinks(settings: object) -> bool:
     """Whether the softmax of the layers has sinks (``--softmax-type``)."""
     return getattr(settings, "softmax_type", "vanilla") != "vanilla"
 
@@ -310,7 +354,8 @@ def _preferred_kernel(needs: Needs, *, on_gpu: bool, dtype: torch.dtype) -> Kern
         return KernelChoice("cpu-flash")
     if dtype not in (torch.float16, torch.bfloat16):
         return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
-    gpu, reasons = compat.current_gpu(), []
+    gpu = compat.current_gpu()
+    reasons: list[str] = []
     for name in FLASH_KERNELS:
         reason = why_not(name, gpu, needs)
         if reason is None:

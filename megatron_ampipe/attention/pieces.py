@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ class AttentionPiece(NamedTuple):
     causal: bool
 
 
+KernelState = tuple[Tensor | int, ...]
+"""What a kernel's forward returns for its backward only."""
+KernelOutput = tuple[Tensor, Tensor, *KernelState]
+"""Output, log-sum-exp and state."""
+
+
 class PieceOutput(NamedTuple):
     """The output of a kernel for one piece, or of several pieces merged."""
 
@@ -47,7 +53,7 @@ class PieceOutput(NamedTuple):
     """``[R, B, H, V]``."""
     lse: Tensor
     """``[B, H, R]``, at least fp32: log-sum-exp (natural logarithm) of the scaled scores."""
-    state: tuple[Any, ...] = ()
+    state: KernelState = ()
     """Further arguments of the kernel's backward, the same for all pieces of a chunk."""
 
 
@@ -58,7 +64,7 @@ class PieceKernel:
     cut: Callable[[Span], tuple[AttentionPiece, ...]]
     """Cuts a span into pieces, in order. Each row has one causal piece, which comes first. Pieces that share
     a row have the same rows and are adjacent."""
-    forward: Callable[..., tuple[Any, ...]]
+    forward: Callable[..., KernelOutput]
     """Called as ``(query, key, value, causal=, scale=)``, all ``[B, H, R, C]``: ``(output, lse, *state)``."""
     backward: Callable[..., Sequence[Tensor]]
     """Called as ``(gradient, query, key, value, output, lse, *state, causal=, scale=)``: 3 gradients."""
@@ -102,6 +108,21 @@ def all_visible_keys(span: Span) -> tuple[AttentionPiece, ...]:
     return (AttentionPiece(0, span.length, 0, span.global_end, causal=True),)
 
 
+class _PiecesContext(Protocol):
+    """What a node of :class:`AttentionInPieces` saves."""
+
+    state: KernelState
+    kernel: PieceKernel
+    spans: Sequence[Span]
+    scale: float
+    add: AddKeys | None
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class AttentionInPieces(torch.autograd.Function):
     """Attention of all spans of a chunk, ``(query, key, value, kernel, spans, scale, add)``.
 
@@ -111,7 +132,7 @@ class AttentionInPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _PiecesContext,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -127,7 +148,7 @@ class AttentionInPieces(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _PiecesContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         gradient, output = (x.reshape(*query.shape[:3], -1) for x in (gradient, output))
         attended = PieceOutput(output, lse, ctx.state)
@@ -142,7 +163,9 @@ def attend_in_pieces(
     kernel: PieceKernel, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span], scale: float
 ) -> PieceOutput:
     """Attention of the rows of some spans ``[R, B, H, C]``, merged over the pieces of each row."""
-    outputs, exponents, state = [], [], ()
+    outputs: list[Tensor] = []
+    exponents: list[Tensor] = []
+    state: KernelState = ()
     for rows, span in split_spans(query, spans):
         pieces = kernel.cut(span)
         for (first, last), same_rows in itertools.groupby(pieces, key=lambda x: (x.first_row, x.last_row)):

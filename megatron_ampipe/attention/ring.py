@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ampipe.attention.pieces import (
+    KernelState,
     PieceKernel,
     PieceOutput,
     attend_in_pieces,
@@ -35,7 +35,7 @@ class _Chunk:
     query: Tensor
     spans: tuple[Span, ...]
     lse: Tensor
-    state: tuple[Any, ...]
+    state: KernelState
     output: Tensor | None = None
     gradient: Tensor | None = None
     """The gradient of the queries so far, in the dtype of sums."""

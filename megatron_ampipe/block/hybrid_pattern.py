@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 ATTENTION, EXPERTS, DENSE = "*+", "E", "-"
 
 
-def stages_of(arguments: Any) -> tuple[str, ...] | None:
+class _PipelineArguments(Protocol):
+    @property
+    def pipeline_model_parallel_size(self) -> int | None: ...
+
+
+def stages_of(arguments: _PipelineArguments) -> tuple[str, ...] | None:
     """The layers of every (virtual) pipeline stage, from Megatron's arguments; None for a GPT.
 
     Layers of multi-token prediction are left out, because they run unchanged. Megatron spreads a pattern

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Misfit:
     remedy: str
 
 
-def misfit(args: Any, world_size: int) -> Misfit | None:
+def misfit(args: object, world_size: int) -> Misfit | None:
     """The first rule that a layout breaks on ``world_size`` ranks; None if there is none.
 
     ``args`` has Megatron's arguments as attributes, before Megatron has validated them. What is absent or
@@ -33,7 +32,7 @@ def misfit(args: Any, world_size: int) -> Misfit | None:
     return next((broken for rule in rules if (broken := rule(args, world_size)) is not None), None)
 
 
-def _number(args: Any, name: str, default: int = 1) -> int:
+def _number(args: object, name: str, default: int = 1) -> int:
     """A whole number among the arguments; ``default`` if it is absent, None or of another type."""
     value = getattr(args, name, None)
     return value if type(value) is int else default
@@ -47,12 +46,12 @@ _DENSE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 _EXPERT = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
 
 
-def _dense_sizes(args: Any) -> dict[str, int]:
+def _dense_sizes(args: object) -> dict[str, int]:
     """The sizes whose product divides the ranks: of everything but experts."""
     return {name: _number(args, name) for name in _DENSE} | _weight_shards(args, "tensor_parallel", _DENSE[0])
 
 
-def _expert_sizes(args: Any) -> dict[str, int]:
+def _expert_sizes(args: object) -> dict[str, int]:
     """The sizes whose product divides the ranks: of experts."""
     tensor = _number(args, "tensor_model_parallel_size")
     sizes = {name: _number(args, name) for name in _EXPERT}
@@ -60,7 +59,7 @@ def _expert_sizes(args: Any) -> dict[str, int]:
     return sizes | _weight_shards(args, "expert_tensor_parallel", _EXPERT[1], tensor)
 
 
-def _weight_shards(args: Any, prefix: str, size: str, default: int = 1) -> dict[str, int]:
+def _weight_shards(args: object, prefix: str, size: str, default: int = 1) -> dict[str, int]:
     """How many ranks share the weights of a tensor-parallel rank; no entry for one."""
     name = f"{prefix}_num_weight_shards"
     tensor = _number(args, size, default)
@@ -68,11 +67,11 @@ def _weight_shards(args: Any, prefix: str, size: str, default: int = 1) -> dict[
     return {name: shards} if shards > 1 else {}
 
 
-def _attention_ranks(args: Any, world_size: int) -> Misfit | None:
+def _attention_ranks(args: object, world_size: int) -> Misfit | None:
     return _of_product(_dense_sizes(args), world_size)
 
 
-def _expert_ranks(args: Any, world_size: int) -> Misfit | None:
+def _expert_ranks(args: object, world_size: int) -> Misfit | None:
     num_experts = _number(args, "num_experts", 0)
     return _of_product(_expert_sizes(args), world_size, divides={"expert_model_parallel_size": num_experts})
 
@@ -107,7 +106,7 @@ def _of_product(
     return Misfit(name, value, rule, f"{remedy}.")
 
 
-def _experts(args: Any, world_size: int) -> Misfit | None:
+def _experts(args: object, world_size: int) -> Misfit | None:
     expert, num_experts = _number(args, "expert_model_parallel_size"), _number(args, "num_experts", 0)
     if expert == 1 or (num_experts and num_experts % expert == 0):
         return None
@@ -123,7 +122,7 @@ def _experts(args: Any, world_size: int) -> Misfit | None:
     return Misfit("expert_model_parallel_size", expert, rule, remedy)
 
 
-def _heads(args: Any, world_size: int) -> Misfit | None:
+def _heads(args: object, world_size: int) -> Misfit | None:
     tensor, heads = _number(args, "tensor_model_parallel_size"), _number(args, "num_attention_heads", 0)
     if heads % tensor:
         rule = f"must be a multiple of --tensor-model-parallel-size {tensor}"
@@ -138,7 +137,7 @@ def _heads(args: Any, world_size: int) -> Misfit | None:
     return None
 
 
-def _optimizer_instances(args: Any, world_size: int) -> Misfit | None:
+def _optimizer_instances(args: object, world_size: int) -> Misfit | None:
     name = "num_distributed_optimizer_instances"
     instances = _number(args, name)
     sizes = _dense_sizes(args)
@@ -157,7 +156,7 @@ class _Stages:
     virtual: int
 
 
-def _virtual_stages(args: Any) -> int:
+def _virtual_stages(args: object) -> int:
     """Virtual stages of a pipeline rank, by Megatron's rules; 1 if there are none, or if they do not fit."""
     pipeline = _number(args, "pipeline_model_parallel_size")
     pattern = getattr(args, "hybrid_layer_pattern", None)
@@ -171,14 +170,14 @@ def _virtual_stages(args: Any) -> int:
     return max(1, _counted_layers(args) // pipeline // size)
 
 
-def _counted_layers(args: Any) -> int:
+def _counted_layers(args: object) -> int:
     """Layers that are split over pipeline stages, with what counts as one; 0 if their number is not given."""
     extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     layers = _number(args, "num_layers", 0)
     return layers and layers + sum(bool(getattr(args, name, False)) for name in extra)
 
 
-def _layers(args: Any, world_size: int) -> Misfit | None:
+def _layers(args: object, world_size: int) -> Misfit | None:
     """The rules of pipeline stages; a layout in ``--pipeline-model-parallel-layout`` is left to Megatron."""
     if getattr(args, "pipeline_model_parallel_layout", None) is not None:
         return None
@@ -209,7 +208,7 @@ def _layers(args: Any, world_size: int) -> Misfit | None:
     return _even_layers(args, _Stages(pipeline, virtual))
 
 
-def _even_layers(args: Any, stages: _Stages) -> Misfit | None:
+def _even_layers(args: object, stages: _Stages) -> Misfit | None:
     layers, given = _counted_layers(args), _number(args, "num_layers", 0)
     extra = layers - given
     counted = f" (with {extra} for embedding and loss)" if extra else ""
@@ -235,7 +234,7 @@ def _even_layers(args: Any, stages: _Stages) -> Misfit | None:
     return None
 
 
-def _uneven_layers(args: Any, stages: _Stages) -> Misfit | None:
+def _uneven_layers(args: object, stages: _Stages) -> Misfit | None:
     """The rules for a first or a last stage with another number of layers."""
     size = "num_layers_per_virtual_pipeline_stage"
     if _number(args, size, 0) and not _number(args, "num_virtual_stages_per_pipeline_rank", 0):
@@ -267,7 +266,7 @@ def _uneven_layers(args: Any, stages: _Stages) -> Misfit | None:
 _VARIABLE_BATCH = ("step_batch_size_schedule", "rampup_batch_size", "decrease_batch_size_if_needed")
 
 
-def _batch(args: Any, world_size: int) -> Misfit | None:
+def _batch(args: object, world_size: int) -> Misfit | None:
     """The rules of the number of micro-batches in a step; variable batches are left to Megatron."""
     if not hasattr(args, "global_batch_size") or any(getattr(args, name, None) for name in _VARIABLE_BATCH):
         return None

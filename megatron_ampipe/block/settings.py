@@ -55,7 +55,7 @@ def class_path(name: str, shipped: Mapping[str, str], *, flag: str) -> str:
 
 def import_class(
     name: str, shipped: Mapping[str, str], *, flag: str, fits: Callable[[type], bool], rule: str, remedy: str
-) -> Any:
+) -> type:
     """Import the class of :func:`class_path`; raises :class:`BadInput` if that fails.
 
     A class for which ``fits`` is False is refused with ``rule`` and ``remedy``.
@@ -113,7 +113,7 @@ class Setting:
     shown_default: str = "none"
     """The text for a default of None in both; ``metavar`` is the name of the value in both."""
     metavar: str = "N"
-    type: Callable[[str], Any] = str
+    type: Callable[[str], object] = str
     choices: tuple[str, ...] | None = None
     minimum: int | None = None
     check: Callable[[Any], object] | None = None
@@ -156,7 +156,7 @@ class Setting:
         """The error for a wrong value of the flag."""
         return BadInput(self.flag, value, rule=rule, remedy=remedy)
 
-    def check_required(self, given: Mapping[str, Any]) -> None:
+    def check_required(self, given: Mapping[str, object]) -> None:
         """Raise :class:`BadInput` if ``given``, the user's values by name, has none of :attr:`requires`."""
         if self.requires_for not in (None, given[self.name]):
             return
@@ -436,18 +436,18 @@ SETTING: Mapping[str, Setting] = {
 """The rows of the table, by name."""
 
 
-def given_settings(arguments: Any) -> dict[str, Any]:
+def given_settings(arguments: object) -> dict[str, Any]:
     """The values that the user sets, by name; in parsed arguments, all others are None."""
     values = {name: getattr(arguments, f"ampipe_{name}", None) for name in SETTING}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def settings_of(arguments: Any) -> Settings:
+def settings_of(arguments: object) -> Settings:
     """The settings of parsed arguments."""
     return Settings(**given_settings(arguments))
 
 
-def check_given(given: dict[str, Any]) -> None:
+def check_given(given: Mapping[str, Any]) -> None:
     """Raise :class:`BadInput` for the first wrong value, or settings that cannot be given together."""
     for name, value in given.items():
         setting = SETTING[name]

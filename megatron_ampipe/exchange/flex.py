@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import HostCopy, Transfer
 from megatron_ampipe.schedule.features import counts_inside
+
+if TYPE_CHECKING:
+    # Only some versions have it.
+    from megatron.core.transformer.moe.token_dispatcher import _HybridEPManager
 
 # T tokens of a chunk, R received tokens (HybridEP: rows, one for each of a token's local experts), D hidden
 # size, K experts of a token, E experts of all ranks, P ranks, L experts of a rank.
@@ -36,9 +40,9 @@ class FlexChunk(MoEFlexTokenDispatcher):
     told: tuple[int, list[int]] | None = None
     """The received counts: ``R``, and the tokens of each local expert; as in ``AllToAllChunk``."""
     _transport: DeepEPTransport | HybridEPTransport | None = None
-    _stock: Any = None
+    _stock: MoEFlexTokenDispatcher | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.counts_group: dist.ProcessGroup = self._comm_manager.group
         """The ranks that exchange ``counts``, ``[E + P]`` int64: tokens per expert and per rank."""
@@ -54,7 +58,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
     def __copy__(self) -> Self:
         """A dispatcher with separate state, which includes Megatron's manager."""
         copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
+        copied.__dict__.update(vars(self))
         copied._comm_manager = copy.copy(self._comm_manager)
         if self._stock is not None:
             factor = self._stock._comm_manager.moe_expert_rank_capacity_factor
@@ -113,21 +117,35 @@ class FlexChunk(MoEFlexTokenDispatcher):
         first = rank * self.num_local_experts
         return arriving[num_experts + rank], arriving[first : first + self.num_local_experts]
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Any, ...]:
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """As in the stock dispatcher, with the state that its manager would have kept; can run twice."""
         transport, manager = self.transport(), self._comm_manager
         manager.dispatched_probs = probs
         manager.tokens_per_expert = torch.as_tensor(transport.tokens_per_expert)
         if isinstance(transport, DeepEPTransport):
             manager.dispatched_indices = transport.received_experts
-        outputs: tuple[Any, ...] = super().dispatch_postprocess(hidden_states, probs)
+        outputs: tuple[Tensor, ...] = super().dispatch_postprocess(hidden_states, probs)
         return outputs
 
 
-_told_buffer: Any = None
+class DeepEPBuffer(Protocol):
+    """The methods of ``deep_ep.Buffer`` that are called."""
+
+    def get_dispatch_layout(
+        self, topk_idx: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, object]: ...
+
+    def dispatch(
+        self, x: Tensor, **options: object
+    ) -> tuple[Tensor, Tensor, Tensor, list[int], tuple[object, ...], object]: ...
+
+    def combine(self, x: Tensor, **options: object) -> tuple[Any, ...]: ...
 
 
-def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
+_told_buffer: DeepEPBuffer | None = None
+
+
+def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> DeepEPBuffer:
     """The buffer for dispatches that are given the number of received rows, created as Megatron's own.
 
     It is separate because a buffer has one counter on the host, for which the stock layers wait.
@@ -135,10 +153,11 @@ def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     global _told_buffer
     stock_buffer, fused_a2a._buffer = fused_a2a._buffer, _told_buffer
     try:
-        _told_buffer = fused_a2a.get_buffer(group, hidden_bytes)
+        buffer: DeepEPBuffer = fused_a2a.get_buffer(group, hidden_bytes)
     finally:
         fused_a2a._buffer = stock_buffer
-    return _told_buffer
+    _told_buffer = buffer
+    return buffer
 
 
 def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -161,13 +180,23 @@ class DeepEPTransport:
 
     received_experts: Tensor
     """``[R, K]`` int64, local experts of the received tokens; -1 for experts of other ranks."""
-    _handle: Any = None
+    tokens_per_expert: Sequence[int] = ()
+    """Received tokens of each local expert."""
+    _num_received: int | None = None
+    _handle: tuple[object, ...]
+    """Of the first dispatch."""
 
     def __init__(
-        self, buffer: Any, experts: Tensor, *, num_experts: int, told: tuple[int, Sequence[int]] | None = None
+        self,
+        buffer: DeepEPBuffer,
+        experts: Tensor,
+        *,
+        num_experts: int,
+        told: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         self._buffer, self._experts, self._num_experts = buffer, experts, num_experts
-        self._num_received, self.tokens_per_expert = told or (None, ())
+        if told is not None:
+            self._num_received, self.tokens_per_expert = told
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """Send tokens ``[T, D]`` and fp32 probabilities ``[T, K]``, received as ``[R, D]`` and ``[R, K]``.
@@ -213,7 +242,7 @@ class DeepEPTransport:
         return Transfer(outputs[: len(tensors)], uses=tensors_among(self._handle))
 
 
-def tensors_among(values: Sequence[Any]) -> tuple[Tensor, ...]:
+def tensors_among(values: Sequence[object]) -> tuple[Tensor, ...]:
     return tuple(value for value in values if isinstance(value, Tensor))
 
 
@@ -228,10 +257,11 @@ class HybridEPTransport:
 
     tokens_per_expert: Tensor
     """``[local experts]`` int64, received rows of each local expert; with a budget not on the host."""
-    _handle: Any = None
+    _handle: tuple[object, ...]
+    """Of the first dispatch."""
     _num_received = 0
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: _HybridEPManager) -> None:
         self._manager = manager
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
@@ -264,7 +294,7 @@ class HybridEPTransport:
         )
         return Transfer(outputs[: len(tensors)], uses=tensors_among(self._handle))
 
-    def _options(self, fuse: str) -> dict[str, Any]:
+    def _options(self, fuse: str) -> dict[str, object]:
         """The options of the first call; older versions of HybridEP have no option for fused kernels."""
         options = {"handle": self._handle, "pad_multiple": self._manager.pad_multiple}
         return options | ({fuse: True} if self._manager.config.moe_permute_fusion_into_hybridep else {})

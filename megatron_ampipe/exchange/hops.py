@@ -28,7 +28,8 @@ NOT_ROUTED = float("-inf")
 
 def places_of(routing_map: Tensor, num_places: int) -> Tensor:
     """The places (ranks or nodes) with experts of each token: ``[T, E]`` bool to ``[T, places]``."""
-    return routing_map.unflatten(1, (num_places, -1)).any(dim=2)
+    by_place: Tensor = routing_map.unflatten(1, (num_places, -1))
+    return by_place.any(dim=2)
 
 
 def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:

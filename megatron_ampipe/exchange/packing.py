@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of, turned
@@ -60,6 +62,10 @@ class Permutation:
         return tokens
 
 
+Pieces = list[list[int]] | Tensor
+"""Numbers of rows ``[A][B]``, or ``[A, B]`` on the device if a fused kernel sorts rows there."""
+
+
 class ToldCounts(NamedTuple):
     """The exchanged counts of a chunk, on the host, and the transports that follow from them."""
 
@@ -72,9 +78,9 @@ class ToldCounts(NamedTuple):
     """The gather between the ranks that share an expert, if there are several."""
     tokens_per_expert: Tensor
     """``[L]`` int64."""
-    pieces: Any
+    pieces: tuple[Pieces, Pieces] | None
     """Numbers of rows from each source for each local expert, ``[P * S][L]`` in the order of arrival, and
-    ``[L][P * S]``; on the device if rows are sorted there. None if rows need no sorting by expert."""
+    ``[L][P * S]``. None if rows need no sorting by expert."""
 
 
 class AllToAllChunk:
@@ -94,8 +100,8 @@ class AllToAllChunk:
         num_local_experts: int,
         local_expert_indices: Sequence[int],
         *,
-        config: Any,
-        pg_collection: Any,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
         once: bool = False,
         nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         has_fixed_choices: bool = True,
@@ -163,6 +169,7 @@ class AllToAllChunk:
     @property
     def num_spare(self) -> int:
         """Number of spare rows, which are the last ones and are not sent; valid after :meth:`transport`."""
+        assert self.told is not None
         return self.told.num_prepared - sum(self.told.transport.input_splits)
 
     def _read(self, gathered: HostCopy) -> ToldCounts:
@@ -176,7 +183,7 @@ class AllToAllChunk:
         if not self._once:
             to_ranks = to_experts.reshape(ranks, shares, ranks, -1).sum(3)
         here, rows = to_experts[:, :, self._experts], to_ranks[:, share]
-        hop = None
+        hop: SortHop | SumHop | None = None
         if nodes is None:
             group, to_places, arriving = self._group, rows[own], rows[:, own]
         else:
@@ -193,15 +200,18 @@ class AllToAllChunk:
             hop = kind(forwarded.tolist(), received.tolist(), node_group)
             # In the order of arrival: by place, then by node.
             here = here.reshape(count, near, shares, -1).swapaxes(0, 1)
-        input_splits, gather, pieces = to_places.tolist(), None, None
+        input_splits = to_places.tolist()
+        gather: RowTransport | None = None
+        pieces: tuple[Pieces, Pieces] | None = None
         if shares > 1:
             share_rows = to_ranks[:, :, own].sum(0).tolist()
             gather = RowTransport(UNEQUAL_GATHER, (share_rows[share],), share_rows, self._shares)
         if not self._once and self._num_local > 1:
             by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
-            pieces = by_source.tolist(), by_source.T.tolist()
+            on_host = by_source.tolist()
+            pieces = on_host, by_source.T.tolist()
             if self._fused:
-                on_device = copy_to_device(torch.tensor(pieces[0]), gathered.on_device.device)
+                on_device = copy_to_device(torch.tensor(on_host), gathered.on_device.device)
                 pieces = on_device, on_device.T.contiguous()
         return ToldCounts(
             self._packed.num_rows,
@@ -218,28 +228,38 @@ class AllToAllChunk:
         Returns ``[copies, D]``, sorted by expert; the number of rows of each expert ``[L]``, on the host; and
         the probabilities ``[copies]``. Can run a second time.
         """
+        assert self.told is not None
         per_expert = self.told.tokens_per_expert
         if self._once:
             self._copied = Permutation(~probs.isneginf(), int(per_expert.sum()), fused=self._fused)
             rows, probs = self._copied.rows(rows, probs)
         elif self.told.pieces is not None:
-            rows, probs = self._sorted(rows, self.told.pieces[0], probs)
+            rows, sorted_probs = self._sorted(rows, self.told.pieces[0], probs)
+            assert sorted_probs is not None
+            return rows, per_expert, sorted_probs
         return rows, per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sort weighted expert outputs ``[copies, D]`` back to ``[R, D]``; with ``once``, add them."""
         if self._once:
             return self._copied.sums(hidden_states)
+        assert self.told is not None
         if self.told.pieces is None:
             return hidden_states
         return self._sorted(hidden_states, self.told.pieces[1])[0]
 
-    def _sorted(self, rows: Tensor, pieces: Any, probs: Tensor | None = None) -> Any:
+    def _sorted(
+        self, rows: Tensor, pieces: Pieces, probs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Reorder rows and probabilities, pieces of the sizes ``[A][B]``, into the order ``[B][A]``."""
-        if not self._fused:
+        if not isinstance(pieces, Tensor):
             return turned(rows, pieces), turned(probs, pieces) if probs is not None else None
-        order = _order(*pieces.shape, pieces.device)
-        return sort_chunks_by_idxs(rows, pieces.ravel(), order, probs, fused=True)
+        num_pieces, num_columns = pieces.shape
+        order = _order(num_pieces, num_columns, pieces.device)
+        ordered: tuple[Tensor, Tensor | None] = sort_chunks_by_idxs(
+            rows, pieces.ravel(), order, probs, fused=True
+        )
+        return ordered
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Unpermute and add the returned rows (as many as were sent, maybe none), to ``[rows, B, D]``."""
@@ -268,14 +288,21 @@ class AllGatherChunk:
     """The routing map of all ranks, the number of tokens of each local expert, and the transport."""
 
     def __init__(
-        self, num_local_experts: int, local_expert_indices: Sequence[int], *, config: Any, pg_collection: Any
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        *,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         self._fused, self._group = config.moe_permute_fusion, pg_collection.tp_ep
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
         self.counts_group = made_group(counts_group(self._group))
         """The ranks that exchange :attr:`counts`; a separate group from that of dispatches."""
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the tokens ``[T, D]`` and ``probs``; set :attr:`counts`, the routing map ``[T, E]`` bool."""
         self.hidden_shape, self.counts = hidden_states.shape, routing_map
         return self.tokens_again(hidden_states), probs
@@ -299,6 +326,7 @@ class AllGatherChunk:
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """As in the stock dispatcher, without waiting for the device; can run a second time."""
+        assert self.told is not None
         routing_map, counts, _ = self.told
         tokens_per_expert = counts.wait()
         local = routing_map[:, self._experts].contiguous()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,17 @@ class RowTransport:
     group: dist.ProcessGroup
 
 
+class CallTransport(Protocol):
+    """An exchange of the rows of one chunk by the calls of a communication library."""
+
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer: ...
+
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer: ...
+
+
+Transport = RowTransport | CallTransport
+
+
 class Codec(Protocol):
     """Encodes the tensors of one chunk before they are sent, and decodes the received tensors."""
 
@@ -49,7 +60,7 @@ class Codec(Protocol):
 
 
 def exchange_chunks(
-    transports: Sequence[Any],
+    transports: Sequence[Transport],
     tensors: Sequence[Sequence[Tensor]],
     *,
     combine: bool,
@@ -57,21 +68,22 @@ def exchange_chunks(
 ) -> Transfer:
     """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
 
-    ``transports`` all have the same class: :class:`RowTransport`, or a class with the methods ``dispatch``
-    and ``combine``. Outputs are ordered by chunk.
+    ``transports`` all have the same class. Outputs are ordered by chunk.
     """
     if codecs is not None:
         return _through_codecs(codecs, transports, tensors, combine)
-    first = transports[0]
-    if not isinstance(first, RowTransport):
+    by_rows = [transport for transport in transports if isinstance(transport, RowTransport)]
+    if not by_rows:
+        by_calls = [transport for transport in transports if not isinstance(transport, RowTransport)]
         return Transfer.all_of(
             [
                 transport.combine(chunk_tensors) if combine else transport.dispatch(chunk_tensors)
-                for transport, chunk_tensors in zip(transports, tensors, strict=True)
+                for transport, chunk_tensors in zip(by_calls, tensors, strict=True)
             ]
         )
-    send = [transport.input_splits for transport in transports]
-    receive = [transport.output_splits for transport in transports]
+    first = by_rows[0]
+    send = [transport.input_splits for transport in by_rows]
+    receive = [transport.output_splits for transport in by_rows]
     start, back = first.operation
     if combine:
         start, send, receive = back, receive, send
@@ -84,7 +96,10 @@ def exchange_chunks(
 
 
 def _through_codecs(
-    codecs: Sequence[Codec], transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], combine: bool
+    codecs: Sequence[Codec],
+    transports: Sequence[Transport],
+    tensors: Sequence[Sequence[Tensor]],
+    combine: bool,
 ) -> Transfer:
     sent = [codec.send(parts, combine=combine) for codec, parts in zip(codecs, tensors, strict=True)]
     transfer = exchange_chunks(transports, sent, combine=combine)

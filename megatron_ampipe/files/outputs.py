@@ -8,10 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ampipe.errors import BadInput, RunFailed
+
+Report = dict[str, Any]
+"""Named values that a command prints or writes as JSON."""
+ReportView = Mapping[str, Any]
+"""The same where it is only read."""
 
 
 def shell_line(words: Sequence[str]) -> str:

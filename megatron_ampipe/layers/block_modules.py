@@ -167,6 +167,7 @@ class BlockModules:
             kind = FlexChunk if name == "flex" else AllGatherChunk
             chunk = kind(*local, config=self.config, pg_collection=groups)
             if getattr(self.config, "moe_expert_rank_capacity_factor", None) is not None:
+                assert isinstance(chunk, FlexChunk)
                 chunk.share_budget(self.moe.token_dispatcher)
             return chunk
         nodes = None
@@ -288,7 +289,7 @@ class BlockModules:
             return function
         number = -1 if layer.is_mtp_layer else layer.layer_number - 1
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             with compat.precision_of(self.config, number):
                 return function(*args, **kwargs)
 
@@ -503,7 +504,10 @@ class BlockModules:
         return None if ignored else documents
 
     def add_residual(
-        self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor
+        self,
+        add: Callable[..., Callable[..., Tensor]],
+        output_with_bias: tuple[Tensor, Tensor | None],
+        residual: Tensor,
     ) -> Tensor:
         """Megatron's bias, dropout and residual addition (``self_attn_bda`` or ``mlp_bda``)."""
         if self.config.fp32_residual_connection:

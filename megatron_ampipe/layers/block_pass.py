@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
@@ -59,7 +58,7 @@ class BlockPass:
             self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
         self.draws = features.recomputed and block.draws
         # The random states of the stages that will be recomputed.
-        self._states: dict[object, Any] = {}
+        self._states: dict[object, tuple[object, ...]] = {}
         self._normed: dict[int | None, DroppedOutput] = {}
         self._num_rows, self._batch = hidden.shape[:2]
         self._begin()
@@ -97,7 +96,7 @@ class BlockPass:
             self._states[key] = random._get_all_rng_states()
             return function
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             states = self._states.pop(key, None)
             if states is None:
                 return function(*args, **kwargs)
@@ -110,7 +109,8 @@ class BlockPass:
         """Apply the norm before the MoE layer to ``[rows, B, D]``."""
         norm = self.block.moe_layer.pre_mlp_layernorm
         if not self.features.drops_normed:
-            return norm(residual)
+            output: Tensor = norm(residual)
+            return output
         self._normed[chunk] = DroppedOutput(norm)
         return self._normed[chunk].compute(residual)
 
@@ -147,15 +147,18 @@ class BlockPass:
     @outside.setter
     def outside(self, tensors: tuple[Tensor, ...]) -> None:
         if self.rotary_pos_emb is not None:
-            self.rotary_pos_emb = tensors if isinstance(self.rotary_pos_emb, tuple) else tensors[0]
+            is_pair = isinstance(self.rotary_pos_emb, tuple)
+            self.rotary_pos_emb = (tensors[0], tensors[1]) if is_pair else tensors[0]
 
     def left_by(self, kind: StageKind, chunk: int | None) -> object:
         """See ``BlockState``."""
         if kind != kinds.ROUTE:
             return None
+        assert chunk is not None
         return copy.copy(self.dispatchers[chunk]), self.routing.losses[chunk]
 
-    def leave(self, kind: StageKind, chunk: int | None, left: Any) -> None:
+    def leave(self, kind: StageKind, chunk: int | None, left: object) -> None:
         """See ``BlockState``."""
+        assert chunk is not None and isinstance(left, tuple)
         dispatcher, self.routing.losses[chunk] = left
         self.dispatchers[chunk] = copy.copy(dispatcher)

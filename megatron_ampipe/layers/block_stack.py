@@ -74,10 +74,10 @@ class BlockStack:
         """Whether no block has experts, so that there is nothing to hide."""
         # Cached by pipeline, which can change between iterations, and by sequence length: micro-batches
         # that are packed from whole sequences have many lengths.
-        self._chunks, self._sharding, self._tapes, self._check_tiles = map(
-            lru_cache(maxsize=64),
-            (self._make_chunks, self._make_sharding, self._make_tapes, self._require_tiles),
-        )
+        self._chunks = lru_cache(maxsize=64)(self._make_chunks)
+        self._sharding = lru_cache(maxsize=64)(self._make_sharding)
+        self._tapes = lru_cache(maxsize=64)(self._make_tapes)
+        self._check_tiles = lru_cache(maxsize=64)(self._require_tiles)
         self._graphs = GraphCache(self._make_graphs)
         layer = blocks[0].moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
@@ -177,7 +177,7 @@ class BlockStack:
         if source is None:
             return None
         layout, (num_rows, batch) = self._layout, hidden.shape[:2]
-        ids = source.rows(num_rows, batch, ranks=layout.tensor_ranks)
+        ids: Tensor = source.rows(num_rows, batch, ranks=layout.tensor_ranks)
         if not layout.by_chunk:
             return ids[layout.tensor_rank * num_rows :][:num_rows]
         spans = (span for chunk in chunks for span in chunk.hidden)
@@ -272,10 +272,11 @@ class ChunkSharding:
         """From this rank's part of the sequence to its part of every chunk, ``[R, B, D]``. Differentiable."""
         order, _ = self._indices(hidden.device)
         rows = hidden.index_select(0, order)
-        return all_to_all(self._group, rows, self._received, self._sent)
+        moved: Tensor = all_to_all(self._group, rows, self._received, self._sent)
+        return moved
 
     def by_sequence(self, hidden: Tensor) -> Tensor:
         """The inverse of :meth:`by_chunk`."""
-        moved = all_to_all(self._group, hidden.contiguous(), self._sent, self._received)
+        moved: Tensor = all_to_all(self._group, hidden.contiguous(), self._sent, self._received)
         _, inverse = self._indices(hidden.device)
         return moved.index_select(0, inverse)

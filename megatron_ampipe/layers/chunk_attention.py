@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.backends import EXACT_PIECES
-from megatron_ampipe.attention.kernels import KERNELS, TRANSFORMER_ENGINE, Kernel, has_sinks
+from megatron_ampipe.attention.kernels import KERNELS, TRANSFORMER_ENGINE, Kernel, ScoringOptions, has_sinks
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.collectives import copy_to_device
@@ -108,23 +108,30 @@ def _positions_in_documents(documents: Documents, device: torch.device) -> Tenso
     return copy_to_device(torch.stack(positions, dim=1), device)
 
 
+class _RotaryEmbeddings(Protocol):
+    """What attention calls of Megatron's module. YaRN's returns ``(embedding, factor)``."""
+
+    def __call__(self, length: int, **kwargs: object) -> Tensor | tuple[Tensor, float]: ...
+
+    def get_cached_cos_sin(self, length: int, **kwargs: object) -> tuple[Tensor, ...]: ...
+
+
 class _RotaryOfRows:
     """Wraps a rotary embedding of Megatron to return only some of its rows."""
 
-    def __init__(self, whole: Any, rows: Callable[[Tensor], Tensor], num_keys: int) -> None:
+    def __init__(self, whole: _RotaryEmbeddings, rows: Callable[[Tensor], Tensor], num_keys: int) -> None:
         self._whole, self._rows, self._num_keys = whole, rows, num_keys
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
         return self._num_keys
 
-    def __call__(self, length: int, **kwargs: Any) -> Any:
+    def __call__(self, length: int, **kwargs: object) -> Tensor | tuple[Tensor, float]:
         embedding = self._whole(length, **kwargs)
         if not isinstance(embedding, tuple):
             return self._rows(embedding)
-        # YaRN returns ``(embedding, factor)``.
         return self._rows(embedding[0]), *embedding[1:]
 
-    def get_cached_cos_sin(self, length: int, **kwargs: Any) -> tuple[Tensor, ...]:
+    def get_cached_cos_sin(self, length: int, **kwargs: object) -> tuple[Tensor, ...]:
         return tuple(self._rows(part) for part in self._whole.get_cached_cos_sin(length, **kwargs))
 
 
@@ -189,7 +196,7 @@ class ChunkAttention:
         is_kernel = not calls_module
         self._dropout = config.attention_dropout if is_kernel else 0.0
         self._has_sinks = is_kernel and has_sinks(config)
-        self._options: dict[str, Any] = {}
+        self._options: ScoringOptions = {}
         if is_kernel and _has_window(attention):
             left, right = config.window_size
             assert right == 0, "start-up refuses windows that look ahead"
@@ -212,7 +219,9 @@ class ChunkAttention:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
             forks_rng = dropout > 0 and not self._sequence_parallel
-            options = self._options | ({"dropout": dropout} if dropout else {})
+            options: ScoringOptions = {**self._options}
+            if dropout:
+                options["dropout"] = dropout
             if self._has_sinks:
                 options["sinks"] = _read_sinks(self._core)
             with tensor_parallel.get_cuda_rng_tracker().fork() if forks_rng else contextlib.nullcontext():
@@ -259,7 +268,7 @@ class ChunkAttention:
 
 
 @contextlib.contextmanager
-def random_states(states: tuple[Any, ...]) -> Iterator[None]:
+def random_states(states: tuple[object, ...]) -> Iterator[None]:
     """Set these random states; restore the current ones on exit."""
     with random._fork_rng():
         random._set_all_rng_states(*states)

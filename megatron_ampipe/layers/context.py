@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -31,7 +30,7 @@ class DocumentReader:
 
     def __init__(self, *, masked: bool = False, refused: BadInput | None = None) -> None:
         self._masked, self._refused = masked, refused
-        self._last: weakref.ref[Any] | None = None
+        self._last: weakref.ref[PackedSeqParams | Tensor] | None = None
         self._documents: Documents | None = None
 
     def read(
@@ -131,7 +130,7 @@ class AMPipeContext:
     condenser: Condenser | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
-    run_being_built: Any = field(init=False, default=None, repr=False)
+    run_being_built: object = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.pipeline = self.given

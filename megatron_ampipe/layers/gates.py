@@ -7,7 +7,7 @@ must promise.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, router_gating_linear
@@ -134,6 +134,7 @@ class CosineRouter(TopKRouter):
     ``[1]``. A subclass may set ``dimension`` and ``first_temperature``. Source: X-MoE, arXiv 2204.09179.
     """
 
+    weight: Parameter
     dimension: ClassVar[int | None] = None
     """Size ``d`` of embeddings; None for half the number of experts, and at least 2."""
     first_temperature: ClassVar[float] = 0.3
@@ -141,7 +142,7 @@ class CosineRouter(TopKRouter):
     lowest_temperature: ClassVar[float] = 0.01
     """Lower bound of the learned temperature: the absolute value of a logit is at most its inverse."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         size = self.dimension or max(self.config.num_moe_experts // 2, 2)
         dtype = self.weight.dtype
@@ -154,7 +155,7 @@ class CosineRouter(TopKRouter):
                 self.config.init_method(parameter)
             parameter.data = parameter.data.to(dtype)
             # Each tensor-parallel rank sees only some of the rows.
-            parameter.sequence_parallel = self.config.sequence_parallel
+            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's
 
     def gating(self, input: Tensor) -> Tensor:
         """``[R, B, D]`` to ``[R, B, E]``, in fp32 or the dtype of ``--moe-router-dtype``."""
@@ -175,11 +176,11 @@ class NoisyTopKRouter(TopKRouter):
     section 3.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.noise_weight = Parameter(torch.zeros_like(self.weight))
         # Each tensor-parallel rank sees only some of the rows, as for ``weight``.
-        self.noise_weight.sequence_parallel = self.config.sequence_parallel
+        self.noise_weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's
 
     def gating(self, input: Tensor) -> Tensor:
         """``[R, B, D]`` to ``[R, B, E]``."""
@@ -222,10 +223,10 @@ class TokenIds:
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
-    def _before(self, model: Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _before(self, model: Module, inputs: tuple[Tensor, ...], options: dict[str, Tensor | None]) -> None:
         self.keep(inputs[0] if inputs else options.get("input_ids"))
 
-    def _after(self, model: Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _after(self, model: Module, inputs: tuple[Tensor, ...], output: object) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             ids = self._current
             output.register_hook(lambda gradient: self.keep(ids))
@@ -252,23 +253,26 @@ class TokenIdRouter(TopKRouter):
     token_ids: Tensor | None = None
     """``[R, B]`` int64, the ids of the rows that ``forward`` routes; None outside of ``forward``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.id_source = TokenIds()
         """The ids of the model; without any until :func:`give_token_ids` connects it."""
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """As in Megatron for ``[R, B, D]``, with ``token_ids`` set; ``ChunkRouting`` sets a chunk's."""
+        routed: tuple[Tensor, Tensor]
         if self.token_ids is not None:
-            return super().forward(input, *args, **kwargs)
+            routed = super().forward(input, *args, **kwargs)
+            return routed
         is_spread = self.config.sequence_parallel
         ranks, rank = (self.tp_group.size(), self.tp_group.rank()) if is_spread else (1, 0)
         num_rows, batch = input.shape[:2]
         self.token_ids = self.id_source.rows(num_rows, batch, ranks=ranks)[rank * num_rows :][:num_rows]
         try:
-            return super().forward(input, *args, **kwargs)
+            routed = super().forward(input, *args, **kwargs)
         finally:
             self.token_ids = None
+        return routed
 
 
 def give_token_ids(model: Module) -> TokenIds:
@@ -299,7 +303,7 @@ class HashRouter(TokenIdRouter, ScoredRouter):
         "moe_enable_routing_replay",
     )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.weight = self.bias = None
         # Not a registered buffer: it follows from the class, and the vocabulary is only known later.

@@ -42,14 +42,17 @@ class _PairedLayer(TransformerLayer):
     stack: Callable[[], BlockStack | None]
     """Gets the stack that begins with the block; None if an earlier pair runs the block."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """``[S, B, D]`` to the same shape and None; returns its input if an earlier layer runs this one."""
+        output: tuple[Tensor, Tensor | None]
         if self.block is None or kwargs.get("inference_context") is not None:
-            return super().forward(hidden_states, *args, **kwargs)
+            output = super().forward(hidden_states, *args, **kwargs)
+            return output
         stack = self.stack()
         # A pair without experts that shares no schedule has no communication to hide.
         if stack is not None and stack.is_dense:
-            return super().forward(hidden_states, *args, **kwargs)
+            output = super().forward(hidden_states, *args, **kwargs)
+            return output
         if stack is not None and self is self.block.attention_layer:
             rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
             packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
@@ -78,7 +81,9 @@ class AMPipeHybridStack(HybridStack):
         BadInput: one of these layers has a class that AMPipe does not support.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, ampipe: AMPipeContext, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: object, ampipe: AMPipeContext, **kwargs: object
+    ) -> None:
         # Every rank builds a stack for each of its models; only some also build one to predict more tokens.
         if not kwargs.get("is_mtp_layer"):
             make_groups_of_model(config, ampipe, kwargs.get("pg_collection"))

@@ -55,7 +55,7 @@ class AMPipeTransformerLayer(TransformerLayer):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         ampipe: AMPipeContext,
         joins_run: bool = False,
         **kwargs: Any,
@@ -67,7 +67,9 @@ class AMPipeTransformerLayer(TransformerLayer):
         number = math.inf if self.is_mtp_layer else kwargs.get("layer_number", 1)
         recomputed = number <= ampipe.recomputed_layers
         self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
-        self._stack = ampipe.run_being_built.add(self._block)
+        run = ampipe.run_being_built
+        assert isinstance(run, LayerRun), "a layer joins a run, and no layer was built before it"
+        self._stack = run.add(self._block)
 
     def forward(
         self,
@@ -75,8 +77,8 @@ class AMPipeTransformerLayer(TransformerLayer):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         rotary_pos_emb: RotaryEmbedding | None = None,
-        inference_context: Any = None,
-        **kwargs: Any,
+        inference_context: object = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the block. The first layer of a stack runs all its blocks; the others return their input.
 
@@ -110,7 +112,8 @@ class AMPipeTransformerLayer(TransformerLayer):
             )
             layer = functools.partial(checkpoint, stock, False) if block.recomputes else stock
             if untimed:
-                return layer(hidden_states)
+                output: tuple[Tensor, Tensor | None] = layer(hidden_states)
+                return output
             # Recorded as a pass of a schedule is.
             passes = ampipe.recorder.passes
             passes.record_shape(*hidden_states.shape[:2])
@@ -131,7 +134,7 @@ class AMPipeTransformerLayer(TransformerLayer):
         return hidden_states, context
 
 
-def refuse_extra_arguments(kwargs: dict[str, Any]) -> None:
+def refuse_extra_arguments(kwargs: dict[str, object]) -> None:
     """Raise :class:`BadInput` for an argument that no stage reads; start-up refuses flags that set one."""
     for name, value in kwargs.items():
         if value is not None:
@@ -248,7 +251,7 @@ def with_chunk_router(
 ) -> TransformerLayerSubmodules:
     """The submodules of an MoE layer, with its router (Megatron's or the user's) extended to route chunks."""
     known = (TopKRouter,) if context.gate is None else (TopKRouter, context.gate)
-    return _with_router(submodules, known, chunk_router_of)
+    return _with_router(submodules, known, chunk_router_of)  # type: ignore[arg-type]  # classes are hashable
 
 
 def _with_router(

@@ -9,9 +9,10 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import layers as linear_layers
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.saved_tensors import InnerTensors
-from megatron_ampipe.runtime.segment import WeightProducts
+from megatron_ampipe.runtime.segment import DelayedTensors, WeightProducts
 
 _LOCAL = (ColumnParallelLinear, RowParallelLinear)
 Products = tuple[tuple[Module, ...], tuple[Module, ...]]
@@ -65,7 +66,7 @@ def weights_apart(linears: Sequence[Module], products: WeightProducts) -> Abstra
     for linear in linears:
         if type(linear) not in _LOCAL:
             values.append((linear, "wgrad_store", _Store(linear, products)))
-        elif linear.weight.requires_grad:
+        elif isinstance(linear.weight, Parameter) and linear.weight.requires_grad:
             values.append((linear, "_forward_impl", functools.partial(_forward, linear.weight, products)))
     return replaced(*values)
 
@@ -91,13 +92,22 @@ def products_run_by(inner: InnerTensors | None, products: Products) -> Iterator[
     if inner is None:
         yield
         return
-    forwards = [
-        (module, "forward", functools.partial(run, module.forward))
-        for modules, run in zip(products, (inner.up, inner.down), strict=True)
-        for module in modules
-    ]
+    first, second = products
+    forwards: list[tuple[Module, str, object]] = []
+    for module in first:
+        forwards.append((module, "forward", functools.partial(inner.up, module.forward)))
+    for module in second:
+        forwards.append((module, "forward", functools.partial(inner.down, module.forward)))
     with replaced(*forwards):
         yield
+
+
+class _LinearOptions(TypedDict, total=False):
+    """Further arguments of a ``_forward_impl``; the same for all of Megatron's, of which these are read."""
+
+    gradient_accumulation_fusion: Required[bool]
+    sequence_parallel: Required[bool]
+    tp_group: dist.ProcessGroup
 
 
 def _forward(
@@ -107,14 +117,14 @@ def _forward(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    **options: Any,
+    **options: Unpack[_LinearOptions],
 ) -> Tensor:
     """As ``_forward_impl`` of Megatron's linear layers, without the gradient of the weight.
 
     Megatron's own function computes the gradients of input and weight in one backward.
     """
     # The bias is added below: Megatron's frozen layer has no gradient of a bias either.
-    output = linear_with_frozen_weight(input, weight.detach(), None, **options)
+    output: Tensor = linear_with_frozen_weight(input, weight.detach(), None, **options)
     product = functools.partial(
         _weight_gradient,
         parameter,
@@ -126,11 +136,26 @@ def _forward(
     return output if bias is None else output + bias
 
 
+class _KeepContext(Protocol):
+    """What a node of :class:`_KeepForWeight` saves."""
+
+    keep: Callable[[Tensor, Tensor], None]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+    def mark_dirty(self, *tensors: Tensor) -> None: ...
+
+
 class _KeepForWeight(torch.autograd.Function):
     """Returns a layer's output ``[..., N]``; its backward keeps the inputs ``[..., K]`` and the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
+    def forward(
+        ctx: _KeepContext, output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
         ctx.keep = keep
         ctx.save_for_backward(inputs)
         # Else the output would be a view, and Megatron adds a bias in place.
@@ -138,14 +163,14 @@ class _KeepForWeight(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _KeepContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         (inputs,) = ctx.saved_tensors
         ctx.keep(inputs, gradient)
         return gradient, None, None
 
 
 def _weight_gradient(
-    weight: Parameter, inputs: Tensor, gradient: Tensor, *, fused: bool, group: Any
+    weight: Parameter, inputs: Tensor, gradient: Tensor, *, fused: bool, group: dist.ProcessGroup | None
 ) -> Tensor | None:
     """What ``LinearWithGradAccumulationAndAsyncCommunication.backward`` returns for the weight ``[N, K]``.
 
@@ -157,7 +182,7 @@ def _weight_gradient(
     gradient, inputs = gradient.contiguous(), inputs.contiguous()
     if not fused:
         return gradient.t().matmul(inputs)
-    main_grad = weight.main_grad
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]  # set by Megatron
     add = (
         linear_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
         if main_grad.dtype == torch.float32
@@ -173,7 +198,12 @@ def _placeholder(weight: Parameter, dtype: torch.dtype) -> Tensor | None:
         return None
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     weight.grad_added_to_main_grad = True
-    return make(weight.main_grad.shape, dtype=dtype, device=weight.device)
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]  # set by Megatron
+    return make(main_grad.shape, dtype=dtype, device=weight.device)
+
+
+_DelayedProduct = Callable[..., Sequence[Any]]
+"""Transformer Engine's function of a delayed product. Of a grouped layer, results are lists by expert."""
 
 
 class _Store:
@@ -183,14 +213,14 @@ class _Store:
     without chunks or micro-batches. Called from the thread that runs that backward.
     """
 
-    def __init__(self, linear: Any, products: WeightProducts) -> None:
+    def __init__(self, linear: Module, products: WeightProducts) -> None:
         self._linear, self._products = linear, products
 
     def delay_wgrad_compute(self) -> bool:
         """Whether products are delayed."""
         return True
 
-    def put(self, tensors: list[Any], function: Callable[..., Sequence[Any]]) -> None:
+    def put(self, tensors: DelayedTensors, function: _DelayedProduct) -> None:
         """Delay the product ``function(*tensors)``.
 
         Args:
@@ -201,14 +231,14 @@ class _Store:
         self._products.delay(weights, functools.partial(_delayed_gradients, self._linear, function), tensors)
 
 
-def _weights(linear: Any, name: str) -> list[Parameter]:
+def _weights(linear: Module, name: str) -> list[Parameter]:
     """The weights (or biases) of a Transformer Engine layer: several in a grouped layer."""
     count = getattr(linear, "num_gemms", None)
     return [getattr(linear, name)] if count is None else [getattr(linear, f"{name}{i}") for i in range(count)]
 
 
 def _delayed_gradients(
-    linear: Any, function: Callable[..., Sequence[Any]], tensors: list[Any]
+    linear: Module, function: _DelayedProduct, tensors: DelayedTensors
 ) -> Iterator[tuple[Parameter, Tensor | None]]:
     """As ``backward_dw`` of Transformer Engine's layers, which writes the gradients to the parameters."""
     weight_gradients, bias_gradients, *_ = function(*tensors)

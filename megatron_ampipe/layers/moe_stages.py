@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Concatenate
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_ampipe.exchange.codecs import Trip, WireCodec
+from megatron_ampipe.exchange.packing import AllToAllChunk, ToldCounts
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
 from megatron_ampipe.layers.block_pass import BlockPass
@@ -36,15 +37,19 @@ def _read_by_route(block: BlockModules) -> list[Module]:
     return [*router, block.moe.fc1_latent_proj] if block.is_latent else router
 
 
-def _drops_normed[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def _drops_normed[C: (int, None), **P](
+    function: Callable[Concatenate[BlockPass, C, Tensor, P], tuple[Tensor, ...]],
+) -> Callable[Concatenate[BlockPass, C, Tensor, P], tuple[Tensor, ...]]:
     """Decorate a stage so that its graph does not save its first input, ``normed``, if it is recomputed."""
 
     @functools.wraps(function)
-    def run(state: BlockPass, chunk: int | None, normed: Tensor, *others: Tensor) -> Any:
+    def run(
+        state: BlockPass, chunk: C, normed: Tensor, /, *others: P.args, **options: P.kwargs
+    ) -> tuple[Tensor, ...]:
         if not state.features.drops_normed:
-            return function(state, chunk, normed, *others)
+            return function(state, chunk, normed, *others, **options)
         with recomputed(normed, functools.partial(state.normed_again, chunk)):
-            return function(state, chunk, normed, *others)
+            return function(state, chunk, normed, *others, **options)
 
     return run
 
@@ -90,7 +95,7 @@ def condense(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor) -> tup
     """Select from ``tokens [T, D]`` the ``[Q, D]`` to send, with probabilities of 1; ``probs`` go to
     :func:`expand`."""
     dispatcher, condenser = state.dispatchers[chunk], state.block.context.condenser
-    assert condenser is not None
+    assert condenser is not None and isinstance(dispatcher, AllToAllChunk)
     batch = dispatcher.hidden_shape[1]
     condensed = condenser.condense(
         tokens,
@@ -168,10 +173,17 @@ def dispatch(state: BlockPass, chunks: Sequence[int], tensors: Tensors, directio
     return with_rows(transfer, [rows for rows in spare for _ in range(per_chunk)])
 
 
+def _told(state: BlockPass, chunk: int) -> ToldCounts:
+    """The exchanged counts of a chunk of the ``alltoall`` dispatcher."""
+    told = state.dispatchers[chunk].told
+    assert isinstance(told, ToldCounts)
+    return told
+
+
 @runs(kinds.SPREAD, kinds.RESPREAD)
 def spread(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """Second hop of a dispatch: send tokens ``[T, D]`` and probabilities on to ranks within the node."""
-    hops = [state.dispatchers[chunk].told.hop for chunk in chunks]
+    hops = [hop for chunk in chunks if (hop := _told(state, chunk).hop) is not None]
     combine = direction is Direction.BACKWARD
     return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
 
@@ -185,7 +197,7 @@ def collect(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction
 @runs(kinds.GATHER, kinds.REGATHER)
 def gather(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """All-gather tokens ``[T, D]`` and probabilities over the ranks that share an expert, in rank order."""
-    gathers = [state.dispatchers[chunk].told.gather for chunk in chunks]
+    gathers = [rows for chunk in chunks if (rows := _told(state, chunk).gather) is not None]
     return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
 
@@ -233,7 +245,8 @@ def _products(
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
     stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):
-        output, bias = block.moe.experts(tokens, tokens_per_expert, probs)
+        result: tuple[Tensor, None] = block.moe.experts(tokens, tokens_per_expert, probs)
+    output, bias = result
     assert bias is None, "Megatron's experts add their bias themselves"
     return output
 
@@ -249,7 +262,8 @@ def repermute(state: BlockPass, chunk: int, *normed: Tensor) -> tuple[Tensor, ..
 def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
     """Run the experts again up to their second linear layer, to rebuild the tensors of ``inner``."""
     with inner.restored():
-        _experts(state, chunk, *with_history([tokens, probs]), inner)
+        received, received_probs = with_history([tokens, probs])
+        _experts(state, chunk, received, received_probs, inner)
     return ()
 
 
@@ -257,7 +271,8 @@ def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inne
 def resort(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
     """Sort redispatched tokens ``[T, D]`` by expert again, for ``inner``."""
     with inner.restored():
-        sorted_tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(*with_history([tokens, probs]))
+        received, received_probs = with_history([tokens, probs])
+        sorted_tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(received, received_probs)
         inner.sorted(sorted_tokens)
     return ()
 

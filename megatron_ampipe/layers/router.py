@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
@@ -20,7 +20,8 @@ from megatron.core.transformer.moe.moe_utils import (
     get_capacity,
 )
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +32,8 @@ from megatron_ampipe.runtime.collectives import copy_to_device
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, T tokens, E experts, K
 # experts per token.
 
-Hook = Callable[[Any, tuple[Any, ...], Any], Any]
+Hook = Callable[[Module, tuple[Tensor, ...], tuple[Tensor, ...]], object]
+"""A forward hook of a router: of the module, its inputs and its outputs, which a result replaces."""
 
 
 class Capacity:
@@ -42,7 +44,7 @@ class Capacity:
     rank; None if each call of :meth:`keep` has a separate capacity.
     """
 
-    def __init__(self, config: Any, topk: int, num_tokens: int | None) -> None:
+    def __init__(self, config: TransformerConfig, topk: int, num_tokens: int | None) -> None:
         self._policy, self._factor = config.moe_token_drop_policy, config.moe_expert_capacity_factor
         self._topk, self._num_experts = topk, config.num_moe_experts
         self._block_capacity = None if num_tokens is None else self._capacity(num_tokens)
@@ -50,16 +52,17 @@ class Capacity:
         self._num_tokens = 0
 
     def _capacity(self, num_tokens: int) -> int:
-        return get_capacity(num_tokens * self._topk, self._num_experts, self._factor)
+        capacity: int = get_capacity(num_tokens * self._topk, self._num_experts, self._factor)
+        return capacity
 
     def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
         """The kept entries of ``routing_map`` ``[T, E]`` bool; called once per chunk, in order."""
         if self._block_capacity is None:
             with torch.no_grad():
-                _, kept = apply_router_token_dropping(
+                dropped: tuple[Tensor, Tensor] = apply_router_token_dropping(
                     probs, routing_map, self._topk, self._factor, drop_policy=self._policy
                 )
-            return kept
+            return dropped[1]
         position = routing_map.long().cumsum(dim=0) + self._used
         self._used = position[-1]
         return routing_map & (position <= self._block_capacity)
@@ -144,7 +147,7 @@ class BlockRouting:
 class ChunkReplay:
     """Megatron's ``RouterReplay`` for one chunk: replays or records that chunk's part of ``whole``."""
 
-    def __init__(self, whole: Any, block: BlockRouting, chunk: int) -> None:
+    def __init__(self, whole: RouterReplay, block: BlockRouting, chunk: int) -> None:
         self._whole, self._block, self._chunk = whole, block, chunk
 
     def get_replay_topk(
@@ -172,33 +175,43 @@ class ChunkReplay:
         return values, indices
 
 
-def prescribed_by(replay: Any) -> Tensor | None:
+def prescribed_by(replay: RouterReplay) -> Tensor | None:
     """The experts ``[T, K]`` that a router's replay prescribes for a block; call it once per pass."""
+    experts: Tensor | None = None
     if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-        return replay.target_topk_idx
+        experts = replay.target_topk_idx
     if replay.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
         # As in Megatron: each pass takes the choices of the next micro-batch.
-        return replay.replay_backward_list.pop(0)
-    return None
+        experts = replay.replay_backward_list.pop(0)
+    return experts
 
 
-def without_options(hook: Callable[..., Any]) -> Hook:
+def without_options(hook: Callable[..., object]) -> Hook:
     """Wrap a hook that takes the keyword arguments of a call: Megatron gives its router none."""
 
     @functools.wraps(hook)
-    def plain_hook(module: Any, inputs: tuple[Any, ...], outputs: Any) -> Any:
+    def plain_hook(module: Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> object:
         return hook(module, inputs, {}, outputs)
 
     return plain_hook
 
 
-def hook_of_block(hook: Hook) -> Callable[..., Any]:
+class _ChunkOptions(TypedDict, total=False):
+    """Keyword arguments of :meth:`ChunkRouting.forward` that a hook reads."""
+
+    block: BlockRouting | None
+    chunk: int
+
+
+def hook_of_block(hook: Hook) -> Callable[..., object]:
     """Wrap a forward hook of a router so that it is called once per block, as by a stock router.
 
     The hook may read the router's input (``[T, 1, D]`` in place of ``[S, B, D]``) and output, not replace it.
     """
 
-    def chunk_hook(module: Any, inputs: tuple[Any, ...], options: dict[str, Any], outputs: Any) -> Any:
+    def chunk_hook(
+        module: Module, inputs: tuple[Tensor, ...], options: _ChunkOptions, outputs: tuple[Tensor, ...]
+    ) -> object:
         block = options.get("block")
         if block is None:
             return hook(module, inputs, outputs)
@@ -226,7 +239,14 @@ def sees_whole_blocks(router: Module) -> bool:
     return any(getattr(hook, "sees_whole_blocks", False) for hook in router._forward_hooks.values())
 
 
-class ChunkRouting:
+if TYPE_CHECKING:
+    # A mixin of router classes, whose methods it calls.
+    from megatron.core.transformer.moe.router import TopKRouter as _Router
+else:
+    _Router = object
+
+
+class ChunkRouting(_Router):
     """Mixin that lets a router class route single chunks, and computes the losses of a block separately.
 
     The class runs its own ``forward`` on the rows of a chunk. Only what depends on the whole block is
@@ -234,6 +254,8 @@ class ChunkRouting:
     capacity are dropped here.
     """
 
+    config: TransformerConfig
+    router_replay: RouterReplay | ChunkReplay | None
     _noted: ChunkLosses | None = None
     """Records the loss calls of the chunk that is being routed; None otherwise."""
 
@@ -254,11 +276,11 @@ class ChunkRouting:
     def forward(
         self,
         hidden: Tensor,
-        *args: Any,
+        *args: object,
         block: BlockRouting | None = None,
         chunk: int = 0,
         token_ids: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, ...]:
         """Route the tokens of one chunk without the losses; without ``block``, run the class unchanged.
 
@@ -274,13 +296,14 @@ class ChunkRouting:
             :meth:`block_losses`: the logits, and the scores of a class that overrides ``routing``.
         """
         if block is None:
-            return super().forward(hidden, *args, **kwargs)
+            routed: tuple[Tensor, ...] = super().forward(hidden, *args, **kwargs)
+            return routed
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
         losses = block.losses[chunk] = ChunkLosses()
         config, replay = self.config, self.router_replay
-        kept: dict[str, Any] = {"config": config, "_noted": None}
+        kept: dict[str, object] = {"config": config, "_noted": None}
         # Not by ``setattr``, which looks for parameters and modules first.
-        vars(self).update(_noted=losses)
+        self.__dict__.update(_noted=losses)
         if config.moe_expert_capacity_factor is not None:
             # The class's own ``forward`` must drop no token.
             self.config = copy.copy(config)
@@ -294,7 +317,7 @@ class ChunkRouting:
         try:
             probs, routing_map = super().forward(hidden)
         finally:
-            vars(self).update(kept)
+            self.__dict__.update(kept)
         counted = routing_map
         if block.capacity is not None:
             routing_map = counted = block.capacity.keep(probs, routing_map)
@@ -306,16 +329,19 @@ class ChunkRouting:
             super()._apply_expert_bias(counted)
         return probs, routing_map, losses.packed(hidden)
 
-    def register_forward_hook(self, hook: Hook, **options: Any) -> RemovableHandle:
+    def register_forward_hook(self, hook: Hook, **options: bool) -> RemovableHandle:
         """As in torch; the hook is called once for all chunks of a block, as on a stock router.
 
         A hook registered with ``always_call``, which also runs after a failure, is called for each chunk.
         """
+        handle: RemovableHandle
         if options.get("always_call"):
-            return super().register_forward_hook(hook, **options)
+            handle = super().register_forward_hook(hook, **options)
+            return handle
         if options.pop("with_kwargs", False):
             hook = without_options(hook)
-        return super().register_forward_hook(hook_of_block(hook), **options, with_kwargs=True)
+        handle = super().register_forward_hook(hook_of_block(hook), **options, with_kwargs=True)
+        return handle
 
     def block_losses(self, packed: Tensor, block: BlockRouting) -> Tensor:
         """Compute all losses of the router once for the whole block, and log them as in a stock run.
@@ -333,7 +359,8 @@ class ChunkRouting:
             if name == "apply_z_loss":
                 carriers[index] = self.apply_z_loss(carriers[index])
                 continue
-            routing_map = torch.cat([chunk.calls[number][2] for chunk in chunks])
+            maps = (chunk.calls[number][2] for chunk in chunks)
+            routing_map = torch.cat([chunk_map for chunk_map in maps if chunk_map is not None])
             shape = (sequence_length, batch) if name == "_apply_seq_aux_loss" else ()
             carriers[index] = getattr(self, name)(carriers[index], tensors[index], routing_map, *shape)
         if self.has_stock_routing and self.is_aux_loss_enabled():
@@ -353,23 +380,25 @@ class ChunkRouting:
 
         Then every token has ``topk`` experts, and the losses depend only on the logits.
         """
-        gate = type(self).__mro__[2]
+        gate: type[TopKRouter] = type(self).__mro__[2]
         return gate.routing is TopKRouter.routing and gate.forward is TopKRouter.forward
 
     def is_aux_loss_enabled(self) -> bool:
         """As in Megatron; False within a chunk with stock routing, whose losses are computed later."""
         if self._noted is not None and self.has_stock_routing:
             return False
-        return super().is_aux_loss_enabled()
+        is_enabled: bool = super().is_aux_loss_enabled()
+        return is_enabled
 
-    def apply_z_loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def apply_z_loss(self, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
         """As in Megatron; within a chunk, record the logits."""
         if self._noted is None:
-            return super().apply_z_loss(logits, *args, **kwargs)
+            with_loss: Tensor = super().apply_z_loss(logits, *args, **kwargs)
+            return with_loss
         self._noted.add("apply_z_loss", logits)
         return logits
 
-    def _apply_expert_bias(self, routing_map: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _apply_expert_bias(self, routing_map: Tensor, *args: object, **kwargs: object) -> None:
         """As in Megatron; within a chunk, delayed until tokens have been dropped."""
         if self._noted is None:
             super()._apply_expert_bias(routing_map, *args, **kwargs)
@@ -377,11 +406,12 @@ class ChunkRouting:
             self._noted.counts_experts = True
 
     def _add_loss(
-        self, name: str, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
+        self, name: str, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: object, **kwargs: object
     ) -> Tensor:
         """As in Megatron; within a chunk, record the scores and the routing map."""
         if self._noted is None:
-            return getattr(super(), name)(probs, scores, routing_map, *args, **kwargs)
+            with_loss: Tensor = getattr(super(), name)(probs, scores, routing_map, *args, **kwargs)
+            return with_loss
         self._noted.add(name, scores, routing_map)
         return probs
 
@@ -389,14 +419,15 @@ class ChunkRouting:
     _apply_seq_aux_loss = partialmethod(_add_loss, "_apply_seq_aux_loss")
     _apply_global_aux_loss = partialmethod(_add_loss, "_apply_global_aux_loss")
 
-    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+    def attach_and_log_load_balancing_loss(self, *args: object, **kwargs: object) -> Tensor:
         """As in Megatron, but refused within a chunk.
 
         Raises:
             BadInput: the class adds a loss that it has computed from one chunk.
         """
         if self._noted is None:
-            return super().attach_and_log_load_balancing_loss(*args, **kwargs)
+            with_loss: Tensor = super().attach_and_log_load_balancing_loss(*args, **kwargs)
+            return with_loss
         raise BadInput(
             "--ampipe-router",
             type(self).__mro__[2].__qualname__,

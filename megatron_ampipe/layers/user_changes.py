@@ -15,7 +15,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
@@ -100,6 +100,13 @@ class Uncalled(NamedTuple):
 class UserChanges:
     """Watches the modules of one block."""
 
+    _parameters: tuple[Parameter, ...]
+    _uncalled: tuple[Uncalled, ...]
+    _hooks: list[Mapping[int, object]]
+    _known_hooks: list[int] | None
+    _known_forwards: list[object]
+    _known_sizes: list[int]
+
     def __init__(self, block: WatchedBlock) -> None:
         self._block = block
         self._generation = 0
@@ -138,7 +145,7 @@ class UserChanges:
             self._hooks = [*_GLOBAL_HOOKS, *_hooks_of(hooked)]
             self._known_hooks = None
         hooks = [*_chained(self._hooks)]
-        forwards = [type(each.module).forward for each in self._uncalled]
+        forwards: list[object] = [type(each.module).forward for each in self._uncalled]
         # A replaced method is one attribute more.
         sizes = [len(vars(each.module)) for each in self._uncalled]
         is_same = hooks == self._known_hooks and sizes == self._known_sizes
@@ -149,8 +156,8 @@ class UserChanges:
 
     def _refuse_joint_hooks(self, parameter: Parameter) -> None:
         """Raise :class:`BadInput` for a hook that waits for the gradients of several parameters."""
-        hooks: Iterable[object] = parameter._backward_hooks.values()  # type: ignore[attr-defined]
-        for hook in hooks:
+        hooks = parameter._backward_hooks or {}
+        for hook in hooks.values():
             code = getattr(hook, "__code__", None)
             if code is not None and code.co_filename == torch.autograd.graph.__file__:
                 raise BadInput(
@@ -207,12 +214,12 @@ class UserChanges:
         self._known_children = [*_chained(map(dict.values, self._children))]
         self._known_names = [*_chained(self._parameter_names)]
         parameters = (parameter for layer in layers for parameter in layer.parameters())
-        self._parameters: tuple[Parameter, ...] = tuple(dict.fromkeys(parameters))
-        self._uncalled: tuple[Uncalled, ...] = ()
-        self._hooks: list[Mapping[int, object]] = []
-        self._known_hooks: list[int] | None = None
-        self._known_forwards: list[object] = []
-        self._known_sizes: list[int] = []
+        self._parameters = tuple(dict.fromkeys(parameters))
+        self._uncalled = ()
+        self._hooks = []
+        self._known_hooks = None
+        self._known_forwards = []
+        self._known_sizes = []
 
     def _find_uncalled(self) -> Iterator[Uncalled]:
         """The modules of the layers that no stage calls, or that get other rows than in Megatron."""
@@ -265,7 +272,7 @@ def refuse_outer_checkpoint(context: AMPipeContext) -> None:
     """
     top = _top_hooks(False) if _top_hooks is not None else None
     is_inside = top is not None and top[0].__module__ == torch.utils.checkpoint.__name__
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and not is_inside:
         code = frame.f_code
         is_inside = code.co_name == "checkpoint" and code.co_filename in _files_of_checkpoints()

@@ -248,7 +248,7 @@ class Cluster:
     def least(self) -> Cluster:
         """The same cluster with times that are linear in the size, and never above these."""
 
-        def least(figures: Mapping[Operation, TransferCost] | None) -> Any:
+        def least(figures: Mapping[Operation, TransferCost] | None) -> dict[Operation, TransferCost] | None:
             return None if figures is None else {name: figure.least for name, figure in figures.items()}
 
         compute = dataclasses.replace(
@@ -267,7 +267,11 @@ class Cluster:
     @property
     def basis(self) -> str:
         """The basis of the figures of products and collectives, in words."""
-        known: list[Mapping[Any, Figure]] = [self.compute.gemm, self.intra or {}, self.inter or {}]
+        known: list[Mapping[Any, Figure]] = [
+            self.compute.gemm,
+            self.intra or {},
+            self.inter or {},
+        ]
         flex = get_args(FlexBackend)
         bases = [figure.basis for figures in known for key, figure in figures.items() if key not in flex]
         measured = bases.count("measured")

@@ -13,8 +13,8 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
+from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.plan.operation_times import tensors_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import MINIMUM_SAVING
@@ -37,7 +37,7 @@ def plan_gradients(
     *,
     num_layers: int,
     bucket_size: int | None = None,
-) -> dict[str, Any] | None:
+) -> Report | None:
     """Compare the ways to reduce the gradients of a plan's layers; None if nothing is reduced.
 
     Args:
@@ -73,7 +73,7 @@ def plan_gradients(
         for experts, buffers in zip((True, False), zip(*tensors, strict=True), strict=True)
     )
 
-    def way(name: str, size: int | None = None) -> dict[str, Any]:
+    def way(name: str, size: int | None = None) -> Report:
         if name == AFTER:
             computed, total = backward.without_us, after_us
         else:
@@ -112,7 +112,7 @@ def plan_gradients(
     }
 
 
-def _simplest(ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _simplest(ways: Sequence[Report]) -> Report:
     """The first way, unless another saves more than the accuracy of predictions."""
     both = [way["pass_ms"] + way["left_ms"] for way in ways]
     return next(way for way, ms in zip(ways, both, strict=True) if ms * (1 - MINIMUM_SAVING) <= min(both))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from megatron_ampipe.plan.block import FLEX_BACKENDS
 from megatron_ampipe.plan.operation_times import ZERO
@@ -88,7 +88,18 @@ class Plans:
         return self.alone.predicted_ms
 
 
-def make_plan(predictor: Predictor, **options: Any) -> Plan:
+class PlanOptions(TypedDict, total=False):
+    """The options of :func:`make_plans`."""
+
+    degrees: tuple[int, ...]
+    full: bool
+    stack: int
+    exchanges: Sequence[Exchange]
+    with_partner: float
+    progress: Progress
+
+
+def make_plan(predictor: Predictor, **options: Unpack[PlanOptions]) -> Plan:
     """The chosen plan of :func:`make_plans`, with the same options."""
     return make_plans(predictor, **options).chosen
 
@@ -151,7 +162,7 @@ def make_plans(
     return replace(best, chosen=replace(best.chosen, reason=reason))
 
 
-def alternatives(predictor: Predictor, **options: Any) -> dict[str, Plans]:
+def alternatives(predictor: Predictor, **options: Unpack[PlanOptions]) -> dict[str, Plans]:
     """The plans with further flags of Megatron, by these flags.
 
     They are grouped GEMMs of the experts, and other dispatchers for which the cluster has figures.

@@ -27,18 +27,29 @@ class BlockFunctions(Protocol):
     first within ``inner.dropped()``, the second within ``inner.restored()``.
     """
 
-    recomputed: Collection[StageKind]
-    """Kinds that save only their inputs, and run again right before their backward."""
-    stage_parameters: Mapping[StageKind, Sequence[Parameter]]
-    """The trainable parameters of each kind that has any."""
-    parameters: BlockParameters
-    """All trainable parameters of the block."""
-    stage_modules: Mapping[StageKind, Sequence[Module]]
-    """The modules that each kind calls and that have parameters."""
-    buffer_modules: Mapping[StageKind, Sequence[Module]]
-    """The modules that each kind calls and that have buffers."""
-    caching_modules: Sequence[Module]
-    """Modules whose outputs are in a cache, which other calls can empty."""
+    @property
+    def recomputed(self) -> Collection[StageKind]:
+        """Kinds that save only their inputs, and run again right before their backward."""
+
+    @property
+    def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:
+        """The trainable parameters of each kind that has any."""
+
+    @property
+    def parameters(self) -> BlockParameters:
+        """All trainable parameters of the block."""
+
+    @property
+    def stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
+        """The modules that each kind calls and that have parameters."""
+
+    @property
+    def buffer_modules(self) -> Mapping[StageKind, Sequence[Module]]:
+        """The modules that each kind calls and that have buffers."""
+
+    @property
+    def caching_modules(self) -> Sequence[Module]:
+        """Modules whose outputs are in a cache, which other calls can empty."""
 
     def run(self, kind: StageKind) -> Function:
         """The function of a kind.

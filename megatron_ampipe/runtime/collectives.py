@@ -103,7 +103,7 @@ def issued(
 
 
 def exchange_rows(
-    tensors: Sequence[Tensor], *, send: list[int], receive: list[int], group: dist.ProcessGroup
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
     """Start an all-to-all of ``[sum(send), ...]`` to ``[sum(receive), ...]``; both list rows by rank."""
     return issued(dist.all_to_all_single, tensors, receive, send, num_rows=sum(receive), group=group)
@@ -127,7 +127,7 @@ def send_receive(
     """
     own = group.rank()
     incoming[own].copy_(outgoing[own])
-    works = []
+    works: list[dist.Work | None] = []
     # Every rank starts with its next neighbour, so that the first messages do not all go to one rank.
     for step in range(1, group.size()):
         to, source = (own + step) % group.size(), (own - step) % group.size()
@@ -135,7 +135,8 @@ def send_receive(
             works.append(dist.irecv(incoming[source], group=group, group_src=source))
         if outgoing[to].shape[0]:
             works.append(dist.isend(outgoing[to], group=group, group_dst=to))
-    return works
+    # torch returns None to a rank that is not in the group.
+    return [work for work in works if work is not None]
 
 
 class HostCopy:

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
 from megatron_ampipe.runtime.moves import Move, make, make_sums
@@ -241,6 +240,7 @@ class _Steps:
 
     def _add_weights(self, stage: Stage, chunks: Sequence[int | None]) -> AddWeightGradients:
         kind, block = stage.kind.weights_of, self._blocks[stage.layer]
+        assert kind is not None
         joined = list(chunks) == [None]
         products = [block.slot("products", kind, chunk) for chunk in chunks]
         if joined:
@@ -289,7 +289,7 @@ def _within(
 ) -> Function:
     """The function of a stage, wrapped to run within a context."""
 
-    def run(*args: Any, products: WeightProducts, **kwargs: Any) -> Any:
+    def run(*args: object, products: WeightProducts, **kwargs: object) -> object:
         with context(products):
             return function(*args, **kwargs)
 

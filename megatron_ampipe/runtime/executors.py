@@ -20,15 +20,22 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import UntypedStorage
 
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 RunCall = Callable[[Call], Transfer | None]
 """Runs a call. It only starts a collective, and returns its transfer, which the caller waits for."""
+
+
+class UsedMemory(Protocol):
+    """Records the memory that several streams use (:class:`~.streams.Crossing`)."""
+
+    def take(self) -> list[UntypedStorage]:
+        """Return the memory that the current stage has used, and forget it."""
 
 
 class Executor(Protocol):
@@ -39,7 +46,12 @@ class Executor(Protocol):
     threads: bool
     """Whether lanes run on several threads."""
 
-    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+    def __hash__(self) -> int:
+        """Tapes are cached by executor."""
+
+    def execute(
+        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+    ) -> None:
         """Run all calls once, in issue order; ``crossing`` records the tensors that several streams use."""
 
 
@@ -49,7 +61,9 @@ class SequentialExecutor:
     host_waits = False
     threads = False
 
-    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+    def execute(
+        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+    ) -> None:
         for call in tape.calls:
             if recorder.recording:
                 run_on_host(call, run, recorder)
@@ -85,14 +99,17 @@ class CudaExecutor:
     def __init__(self) -> None:
         self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+    def execute(
+        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+    ) -> None:
         """On return, the current stream waits for all calls."""
         compute = torch.cuda.current_stream()
         streams = {name: compute if name == COMPUTE else self._stream(name) for name in set(tape.streams)}
         others = [stream for name, stream in streams.items() if name != COMPUTE]
-        begun = compute.record_event() if others else None
-        for stream in others:
-            stream.wait_event(begun)
+        if others:
+            begun = compute.record_event()
+            for stream in others:
+                stream.wait_event(begun)
         try:
             self._issue(tape, run, recorder, crossing, streams)
         finally:
@@ -105,7 +122,7 @@ class CudaExecutor:
         tape: Tape,
         run: RunCall,
         recorder: Recorder,
-        crossing: Crossing | None,
+        crossing: UsedMemory | None,
         streams: Mapping[str, torch.cuda.Stream],
     ) -> None:
         plan = tape.stream_plan
@@ -128,7 +145,7 @@ class CudaExecutor:
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
-            _, highest = torch.cuda.Stream.priority_range()
+            _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # static in torch
             self._streams[name] = torch.cuda.Stream(priority=highest)
         return self._streams[name]
 
@@ -152,7 +169,9 @@ class ThreadExecutor:
         self._left: tuple[Sequence[Future[None]], BaseException] | None = None
         """Collectives of a failed pass that had not ended when its error was raised, and the error."""
 
-    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+    def execute(
+        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+    ) -> None:
         """If a call fails, raise its error when the collectives before it have ended, or after a short wait.
 
         Raises:

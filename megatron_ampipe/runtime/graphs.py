@@ -119,7 +119,7 @@ class _Captured:
     """Layer and number of a parameter, the sum of its gradients, and whether that is writable."""
     fused: list[tuple[int, int, Parameter]] = field(default_factory=list)
     """Layer and number of a parameter whose gradient was added to ``main_grad``; the parameter."""
-    left: list[tuple[int, StageKind, int, object]] = field(default_factory=list)
+    left: list[tuple[int, StageKind, int | None, object]] = field(default_factory=list)
     """Layer, kind and chunk of a stage, and what it has stored in the state of the block."""
 
 
@@ -406,7 +406,7 @@ class GraphSet:
         for layer, number, total, is_writable in captured.sums:
             state.sums[layer].put(number, total, is_writable)
         for layer, number, parameter in captured.fused:
-            parameter.grad_added_to_main_grad = True
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # an attribute of Megatron's
             # A placeholder that nobody reads, as of Megatron's linear layers.
             state.sums[layer].put(number, torch.empty_like(parameter), False)
         for layer, kind, chunk, left in captured.left:

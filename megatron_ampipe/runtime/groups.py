@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,13 @@ _made: dict[GroupRequest, dist.ProcessGroup] = {}
 
 
 def make_groups(
-    requests: Sequence[GroupRequest], *, create: Callable[..., dist.ProcessGroup] | None = None
+    requests: Sequence[GroupRequest], *, create: Callable[..., dist.ProcessGroup | int] | None = None
 ) -> None:
     """Make the requested groups that do not exist yet. All ranks of the world must call it.
 
-    ``create`` has the arguments of ``torch.distributed.new_group``, which is the default.
+    ``create`` has the arguments and results of ``torch.distributed.new_group``, which is the default.
     """
-    create = create or dist.new_group
+    new_group: Callable[..., dist.ProcessGroup | int] = create or dist.new_group
     missing = {(request.purpose, request.ranks): request for request in requests if request not in _made}
     if not missing:
         return
@@ -52,13 +53,14 @@ def make_groups(
     dist.all_gather_object(requested, list(missing))
     for purpose, ranks in sorted({group for groups in requested for group in groups}):
         own = missing.get((purpose, ranks))
-        group = create(
+        group = new_group(
             list(ranks),
             timeout=None if own is None else timeout_of(own.parent),
             pg_options=None if own is None else nccl_options_of(own.parent),
             group_desc=f"ampipe {purpose}",
         )
         if own is not None:
+            assert not isinstance(group, int), "torch says that a rank is not in the group that it requested"
             _made[own] = group
 
 
@@ -92,12 +94,13 @@ def nccl_options_of(group: dist.ProcessGroup) -> object | None:
     if "nccl" not in dist.get_backend_config(group):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    backend = cast(dist.ProcessGroupNCCL, _backend_of(group))
     # What --nccl-communicator-config-path sets.
-    options.config = _backend_of(group).options.config
+    options.config = backend.options.config
     return options
 
 
-def _backend_of(group: dist.ProcessGroup) -> dist.Backend:
+def _backend_of(group: dist.ProcessGroup) -> object:
     """The backend for tensors of a GPU, or of the CPU if the group has no other one."""
     devices = group._device_types
     cuda = torch.device("cuda")

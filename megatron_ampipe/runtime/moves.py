@@ -15,6 +15,7 @@ from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Span
 
 Slots = list[Any]
+"""What a slot holds was decided when the tape was compiled: a tensor, a graph, sums of gradients, or None."""
 Spans = Sequence[Span]
 
 
@@ -22,10 +23,10 @@ class Move(NamedTuple):
     """A call of a function of this module: ``slots[target] = function(slots[target], *fixed, *sources)``,
     with ``sources`` read from slots."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     target: int
     sources: Sequence[int] = ()
-    fixed: Sequence[Any] = ()
+    fixed: Sequence[object] = ()
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -148,11 +149,14 @@ def keys_gradient(_: None, index: int, spans: Spans | None, sums: KeyValueSums, 
     return sums.rounded(total if spans is None else take_rows(total, spans), index)
 
 
-def note_shape(_: None, tensor: Tensor) -> tuple[Any, ...]:
+_Noted = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def note_shape(_: None, tensor: Tensor) -> _Noted:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def make_empty(_: None, noted: tuple[Any, ...]) -> Tensor:
+def make_empty(_: None, noted: _Noted) -> Tensor:
     """Uninitialized memory for the output of a transfer that a recompute does not repeat."""
     shape, dtype, device = noted
     return torch.empty(shape, dtype=dtype, device=device)

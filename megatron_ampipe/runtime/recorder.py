@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,8 +191,10 @@ class PassTimer:
         return _recorded() if torch.cuda.is_available() else time.perf_counter()
 
 
-def _elapsed_us(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
+def _elapsed_us(begin: Timestamp, end: Timestamp) -> float:
+    if isinstance(begin, float) and isinstance(end, float):
         return (end - begin) * 1e6
+    assert not isinstance(begin, float) and not isinstance(end, float), "times of two clocks"
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds * 1e3

@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Concatenate, Protocol
 
 import torch
 from torch import Tensor
@@ -104,9 +104,9 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     width, count = tensor.element_size(), 0
     if tensor.numel():
         count = 1 + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            (size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-    first = tensor.storage_offset() * width
+    first = int(tensor.storage_offset()) * width
     return first, first + count * width
 
 
@@ -143,7 +143,8 @@ class _HostMemory:
 
     def parts_of(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The parts of a tensor of as many bytes that belong into each block."""
-        return tensor.split([len(block) for block in self.blocks])
+        parts: tuple[Tensor, ...] = tensor.split([len(block) for block in self.blocks])
+        return parts
 
     def _block(self, size: int, *, pinned: bool) -> Tensor:
         if pinned:
@@ -165,6 +166,10 @@ _addresses: set[int] = set()
 def is_host_memory(tensor: Tensor) -> bool:
     """Whether a tensor is in the memory that stands for host memory in training without a GPU."""
     return tensor.untyped_storage().data_ptr() in _addresses
+
+
+LinearOutput = tuple[Tensor, Tensor | None]
+"""What Megatron's linear layers return: an output, and a bias that the layer itself has not added."""
 
 
 class InnerTensors:
@@ -215,7 +220,9 @@ class InnerTensors:
 
     def store(self) -> Transfer:
         """Start to copy the tensors to host memory, after the first run."""
-        self._copies = HostCopies([place.tensor for place in self._places])
+        tensors = [place.tensor for place in self._places if place.tensor is not None]
+        assert len(tensors) == len(self._places), "tensors are stored that were not copied"
+        self._copies = HostCopies(tensors)
 
         def release() -> None:
             for place in self._places:
@@ -241,12 +248,18 @@ class InnerTensors:
         while self._token_places:
             self._token_places.pop().fill_from(tokens)
 
-    def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def up[**P](self, product: Callable[P, LinearOutput], *args: P.args, **kwargs: P.kwargs) -> LinearOutput:
         """Run the first linear layer of an expert."""
         self._drops = True
         return product(*args, **kwargs)
 
-    def down(self, product: Callable[..., Any], tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def down[**P](
+        self,
+        product: Callable[Concatenate[Tensor, P], LinearOutput],
+        tokens: Tensor,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> LinearOutput:
         """Run the last linear layer of an expert on ``tokens [T, F]``; the second run only restores these.
 
         It then returns ``([T, 0], None)`` in place of an output and a bias.
@@ -267,7 +280,7 @@ class InnerTensors:
     def _drop(self, tensor: Tensor) -> Tensor | _Place:
         source = self._input
         if source is not None and tensor.untyped_storage()._cdata == source.untyped_storage()._cdata:
-            place = _Place(tensor, tensor.storage_offset() - source.storage_offset())
+            place = _Place(tensor, int(tensor.storage_offset() - source.storage_offset()))
             (self._token_places if self._copied else self._places).append(place)
             return place
         if tensor.untyped_storage()._cdata in self._kept or not (self._drops or self._copied):
@@ -305,23 +318,24 @@ class ActivationTensors(InnerTensors):
 
     def __init__(self, kept: Collection[Tensor], stage: Callable[[InnerTensors], object]) -> None:
         super().__init__(kept)
-        self._stage, self._results = stage, list[tuple[Any, ...]]()
-        self._next_results: Iterator[tuple[Any, ...]] = iter(())
+        self._stage, self._results = stage, list[LinearOutput]()
+        self._next_results: Iterator[LinearOutput] = iter(())
         # Tensors saved before the first linear layer are not dropped.
         self._drops = False
 
-    def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def up[**P](self, product: Callable[P, LinearOutput], *args: P.args, **kwargs: P.kwargs) -> LinearOutput:
         """Run the first linear layer of an expert; the second run reuses the output of the first run."""
         if self._runs_again:
-            output, *others = next(self._next_results)
+            first_output, bias = next(self._next_results)
             self._drops = True
-            return *with_history([output]), *others
+            (output,) = with_history([first_output])
+            return output, bias
         self._drops = False
-        output, *others = product(*args, **kwargs)
+        output, bias = product(*args, **kwargs)
         self._kept |= {output.untyped_storage()._cdata}
-        self._results.append((output.detach(), *others))
+        self._results.append((output.detach(), bias))
         self._drops = True
-        return output, *others
+        return output, bias
 
     def _unpack(self, packed: Tensor | _Place) -> Tensor:
         if isinstance(packed, _Place) and packed.tensor is None:
@@ -394,17 +408,23 @@ class DroppedOutput:
         return self._second_run
 
 
+class _ComputeContext(Protocol):
+    """What a node of :class:`_ComputeWithoutGraph` saves."""
+
+    dropped: DroppedOutput
+
+
 class _ComputeWithoutGraph(torch.autograd.Function):
     """Runs the module of a :class:`DroppedOutput`. Parameters are arguments so that they get gradients."""
 
     @staticmethod
-    def forward(ctx: Any, dropped: DroppedOutput, rows: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: _ComputeContext, dropped: DroppedOutput, rows: Tensor, *parameters: Tensor) -> Tensor:
         ctx.dropped = dropped
         output: Tensor = dropped.module(rows)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ComputeContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.dropped.differentiate(gradient)
 
 
@@ -419,7 +439,7 @@ def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 
     def drop(saved: Tensor) -> Tensor | _Place:
         is_kept = saved.untyped_storage()._cdata != memory
-        return saved if is_kept else _Place(saved, saved.storage_offset() - begin)
+        return saved if is_kept else _Place(saved, int(saved.storage_offset() - begin))
 
     def unpack(packed: Tensor | _Place) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed.part_of(again())

@@ -9,7 +9,7 @@ can be left to separate stages (:class:`WeightProducts`), and those of keys and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class Segment:
     """
 
     __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "crossed", "is_captured", "values")
+    _input_edges: Sequence[GradientEdge]
+    _output_edges: Sequence[GradientEdge | None]
+    values: Sequence[Tensor]
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class Segment:
         ends = outputs if self._given is None else (_TakeGradients.apply(self._given, *outputs),)
         # The output edges keep the graph alive, including the node that the input edges point to.
         first = detached[0].grad_fn
+        assert first is not None
         self._input_edges = [GradientEdge(first, number) for number in range(len(detached))]
         self._output_edges = [
             # As ``get_gradient_edge``, quickly where the node itself keeps the graph alive.
@@ -162,12 +166,12 @@ class _DetachInputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: object, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors detached, but requiring a gradient, because ``anchor`` does."""
         return tuple([tensor.data for tensor in tensors])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
+    def backward(ctx: object, *gradients: Tensor) -> None:
         """Never called: the gradients of a stage end at this node."""
         raise AssertionError("backward went past the inputs of a stage")
 
@@ -184,6 +188,12 @@ def hand_over(parameters: Sequence[Parameter], gradients: list[Tensor | None]) -
     torch.autograd.backward(end, end.new_empty(0))
 
 
+class _TakeContext(Protocol):
+    """What a node of :class:`_TakeGradients` saves."""
+
+    given: list[Tensor | None]
+
+
 class _TakeGradients(torch.autograd.Function):
     """The last node of a graph: its backward returns the gradients in a list, and empties the list.
 
@@ -192,13 +202,13 @@ class _TakeGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given: list[Tensor | None], *outputs: Tensor) -> Tensor:
+    def forward(ctx: _TakeContext, given: list[Tensor | None], *outputs: Tensor) -> Tensor:
         """Return an empty tensor on the device of the outputs, which may be quantized."""
         ctx.given = given
         return torch.empty(0, device=outputs[0].device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _TakeContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients in the list."""
         gradients = (None, *ctx.given)
         ctx.given.clear()
@@ -263,18 +273,21 @@ class GradientSums:
         """Look for gradient hooks; called when a backward pass begins."""
         self.hooked = [parameter for parameter in self.parameters if parameter._backward_hooks]
 
-    def run_without_hooks(self, *args: Any, **kwargs: Any) -> Sequence[Tensor | None]:
+    def run_without_hooks(
+        self, ends: Sequence[GradientEdge], *args: object, **kwargs: object
+    ) -> Sequence[Tensor | None]:
         """Run torch's engine for one stage, without the gradient hooks of the parameters.
 
         The engine would call them with the gradient of one stage of one chunk. They run once, with the sum,
         when :func:`hand_over` or the node of the block gives it to autograd.
         """
-        taken = [(parameter._backward_hooks, dict(parameter._backward_hooks)) for parameter in self.hooked]
+        all_hooks = [parameter._backward_hooks for parameter in self.hooked]
+        taken = [(hooks, dict(hooks)) for hooks in all_hooks if hooks is not None]
         try:
             for hooks, _ in taken:
                 # Emptied, not replaced: handles of the user refer to this dictionary.
                 hooks.clear()
-            computed: Sequence[Tensor | None] = _engine_run_backward(*args, **kwargs)
+            computed: Sequence[Tensor | None] = _engine_run_backward(ends, *args, **kwargs)
         finally:
             for hooks, kept in taken:
                 hooks.update(kept)
@@ -298,7 +311,9 @@ class GradientSums:
 WeightProduct = Callable[[Tensor, Tensor], Tensor | None]
 """Computes the gradient ``[N, K]`` of a weight from ``inputs [R, K]`` and ``gradient [R, N]``. Returns
 Megatron's placeholder if it has added the gradient to ``main_grad``."""
-Delayed = Callable[[list[Any]], Iterable[tuple[Parameter, Tensor | None]]]
+DelayedTensors = list[Tensor | list[Tensor] | None]
+"""The tensors of a delayed product: of a grouped layer, lists by expert."""
+Delayed = Callable[[DelayedTensors], Iterable[tuple[Parameter, Tensor | None]]]
 """Computes a layer's delayed products from the tensors that it gave. Yields parameters with their gradients,
 or with Megatron's placeholder for a gradient that was added to ``main_grad``."""
 SUM_BYTES = 4
@@ -316,7 +331,7 @@ class WeightProducts:
 
     def __init__(self) -> None:
         self._waiting: dict[Parameter, tuple[WeightProduct, list[Tensor], list[Tensor]]] = {}
-        self._delayed: list[tuple[Delayed, list[Any]]] = []
+        self._delayed: list[tuple[Delayed, DelayedTensors]] = []
         self.late: set[Parameter] = set()
         """Weights of layers that delay their wgrad themselves."""
 
@@ -326,8 +341,8 @@ class WeightProducts:
         rows.append(inputs.reshape(-1, inputs.shape[-1]))
         gradients.append(gradient.reshape(-1, gradient.shape[-1]))
 
-    def delay(self, weights: Iterable[Parameter], product: Delayed, tensors: list[Any]) -> None:
-        """Keep a product that a layer has delayed itself; ``tensors`` may contain lists of tensors."""
+    def delay(self, weights: Iterable[Parameter], product: Delayed, tensors: DelayedTensors) -> None:
+        """Keep a product that a layer has delayed itself."""
         self.late.update(weights)
         self._delayed.append((product, tensors))
 

@@ -49,14 +49,14 @@ class SlotNumbers:
     """Numbers the slots, by a name for their contents."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._numbers: dict[tuple[str, int, tuple[Hashable, ...]], int] = {}
         self.count = FIRST_FREE
 
     def of(self, name: str, layer: int, *key: Hashable) -> int:
         """The slot for a name of a block; the first request creates it."""
-        if (name, layer, *key) not in self._numbers:
-            self._numbers[name, layer, *key] = self.temporary()
-        return self._numbers[name, layer, *key]
+        if (name, layer, key) not in self._numbers:
+            self._numbers[name, layer, key] = self.temporary()
+        return self._numbers[name, layer, key]
 
     def temporary(self) -> int:
         """Create a slot without a name, for one step."""
@@ -66,7 +66,7 @@ class SlotNumbers:
     def names(self) -> tuple[str, ...]:
         """A text for each slot: its contents, the chunk, and the block (``@1`` is the second)."""
         names = ["none", "zero", *(f"t{slot}" for slot in range(FIRST_FREE, self.count))]
-        for (name, layer, *key), slot in self._numbers.items():
+        for (name, layer, key), slot in self._numbers.items():
             words = [name]
             for part in key:
                 if part is True:
@@ -372,7 +372,8 @@ class Gradients:
 
     def _arriving(self, kind: StageKind, layout: Layout, source: Source, chunk: int | None) -> list[Place]:
         """Where a transfer puts its gradients. The stage that reads the sum runs later and adds them."""
-        block, places = self._block, []
+        block = self._block
+        places: list[Place] = []
         whole = block.is_kept_whole(source)
         for index in [chunk] if whole or chunk is not None else block.indices:
             rows = None if index is None else block.spans(layout, index)

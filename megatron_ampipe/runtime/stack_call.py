@@ -215,16 +215,24 @@ class StackCall:
             self.executor.execute(self.tapes.passes[direction], run, recorder, state.crossing)
 
 
+class _BlocksContext(Protocol):
+    """What a node of :class:`_Blocks` saves, until it is differentiated."""
+
+    call: StackCall | None
+
+
 class _Blocks(torch.autograd.Function):
     """The autograd node of a :class:`StackCall`."""
 
     @staticmethod
-    def forward(ctx, call: StackCall, anchor: Tensor, hidden: Tensor, *_: Parameter) -> Tensor:
+    def forward(
+        ctx: _BlocksContext, call: StackCall, anchor: Tensor, hidden: Tensor, *_: Parameter
+    ) -> Tensor:
         ctx.call = call
         return call.forward(hidden) if call.partners is None else call.partners.forward(call, hidden)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _BlocksContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call is None:
             raise RuntimeError(
                 "an AMPipe block was differentiated twice; its graph is gone after the first time"

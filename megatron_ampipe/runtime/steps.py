@@ -10,7 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ class Step(ABC):
     drops: list[int] = field(default_factory=list, init=False)
 
     @abstractmethod
-    def work(self, state: Pass, inputs: list[Any]) -> Any:
+    def work(self, state: Pass, inputs: Slots) -> Transfer | Sequence[Tensor | None]:
         """Compute the results, one for each of :attr:`gives`, from the arguments."""
 
     def run(self, state: Pass) -> Transfer | None:
@@ -116,8 +116,9 @@ class Step(ABC):
         # From here on only ``inputs`` refers to tensors that are not needed later.
         for slot in self.frees:
             slots[slot] = None
-        results, transfer = self.work(state, inputs), None
-        if self.transfers:
+        transfer: Transfer | None = None
+        results = self.work(state, inputs)
+        if isinstance(results, Transfer):
             transfer, results = results, results.outputs
             if crossing is not None:
                 self._note(crossing, (*inputs, *transfer.uses, *results))
@@ -211,7 +212,7 @@ class RunStage(Step):
     releases: bool = False
     restores: Sequence[int] = ()
 
-    def work(self, state: Pass, inputs: list[Any]) -> Any:
+    def work(self, state: Pass, inputs: Slots) -> Sequence[Tensor | None]:
         """See :class:`Step`."""
         slots, stage, function = state.slots, self.stage, self.function
         block = state.blocks[stage.layer]
@@ -222,7 +223,8 @@ class RunStage(Step):
             _note_in_graphs(state, state.crossing, self.restores, inputs)
         if self.segment is None:
             with torch.no_grad():
-                return function(block, stage.chunk, *inputs, **extras)
+                results: Sequence[Tensor | None] = function(block, stage.chunk, *inputs, **extras)
+                return results
         bound = functools.partial(function, block, stage.chunk, **extras)
         recall = block.recall(stage.kind, stage.chunk, inputs) if self.recompute else None
         segment = slots[self.segment] = Segment(bound, inputs, recall=recall, releases=self.releases)
@@ -246,7 +248,7 @@ class Differentiate(Step):
     parameters: Sequence[int]
     products: int | None = None
 
-    def work(self, state: Pass, inputs: list[Any]) -> Sequence[Tensor | None]:
+    def work(self, state: Pass, inputs: Slots) -> Sequence[Tensor | None]:
         """See :class:`Step`."""
         segment: Segment = state.slots[self.segment]
         state.slots[self.segment] = None
@@ -270,7 +272,7 @@ class AddWeightGradients(Step):
     products: Sequence[int]
     joined: bool
 
-    def work(self, state: Pass, inputs: list[Any]) -> tuple[()]:
+    def work(self, state: Pass, inputs: Slots) -> tuple[()]:
         """See :class:`Step`."""
         slots = state.slots
         parts: list[WeightProducts] = [slots[slot] for slot in self.products]
@@ -302,7 +304,7 @@ class Communicate(Step):
     parts: list[slice] = field(default_factory=list)
     restores: Sequence[int] = ()
 
-    def work(self, state: Pass, inputs: list[Any]) -> Transfer:
+    def work(self, state: Pass, inputs: Slots) -> Transfer:
         """See :class:`Step`."""
         block, tensors = state.blocks[self.stage.layer], [inputs[part] for part in self.parts]
         transfer: Transfer = self.function(block, self.chunks, tensors, self.direction)
@@ -328,7 +330,7 @@ class Copy(Step):
     parts: list[slice] = field(default_factory=list)
     restores: Sequence[int] = ()
 
-    def work(self, state: Pass, inputs: list[Any]) -> Transfer:
+    def work(self, state: Pass, inputs: Slots) -> Transfer:
         """See :class:`Step`."""
         slots = state.slots
         if inputs:

@@ -9,8 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
+from megatron_ampipe.block.megatron_settings import (
+    AttentionSettings,
+    LayoutSettings,
+    MegatronSettings,
+    ModuleSettings,
+    RouterSettings,
+)
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
@@ -141,7 +147,7 @@ class BlockFeatures:
 
 
 def features_of_settings(
-    settings: Any,
+    settings: MegatronSettings,
     own: Settings,
     *,
     with_losses: bool = True,
@@ -184,13 +190,13 @@ def features_of_settings(
     return features.without_experts if dense else features
 
 
-def has_capacity(settings: Any) -> bool:
+def has_capacity(settings: object) -> bool:
     """Whether experts have a capacity limit: Megatron treats a negative factor as none, and 0 drops all."""
     factor = getattr(settings, "moe_expert_capacity_factor", None)
     return factor is not None and factor >= 0
 
 
-def fp8_recipe(settings: Any) -> str | None:
+def fp8_recipe(settings: object) -> str | None:
     """Megatron's FP8 recipe; None without FP8."""
     if not (getattr(settings, "fp8", None) or getattr(settings, "fp8_format", None)):
         return None
@@ -198,13 +204,13 @@ def fp8_recipe(settings: Any) -> str | None:
     return str(getattr(recipe, "value", recipe))
 
 
-def rows_of_tile(settings: Any, batch: int) -> int:
+def rows_of_tile(settings: object, batch: int) -> int:
     """The number that a chunk's rows, of ``batch`` tokens each, must be a multiple of for whole FP8 tiles."""
     tile = FP8_TILES.get(fp8_recipe(settings) or "", 1)
     return tile // math.gcd(tile, batch)
 
 
-def counts_inside(settings: Any) -> bool:
+def counts_inside(settings: MegatronSettings) -> bool:
     """Whether the dispatcher counts the tokens in the call that sends them."""
     if settings.moe_token_dispatcher_type != "flex":
         return False
@@ -213,13 +219,13 @@ def counts_inside(settings: Any) -> bool:
     return backend != "deepep" or ranks > DEEPEP_RANKS_OF_NODE
 
 
-def expert_tensor_ranks(settings: Any) -> int:
+def expert_tensor_ranks(settings: LayoutSettings) -> int:
     """The expert tensor-parallel size; Megatron's default is the tensor-parallel size."""
     num_ranks: int = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
     return num_ranks
 
 
-def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
+def gather_lane(settings: MegatronSettings, ranks_per_node: int | None) -> str:
     """The lane of the all-gathers and reduce-scatters of tensor-parallel experts; empty if there are none.
 
     If ranks that share an expert are in one node and tokens also come from other nodes, gathers and dispatch
@@ -231,13 +237,13 @@ def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
     return INTRA if _within_node(settings, num_ranks, ranks_per_node) else COMM
 
 
-def _within_node(settings: Any, num_ranks: int, ranks_per_node: int | None) -> bool:
+def _within_node(settings: LayoutSettings, num_ranks: int, ranks_per_node: int | None) -> bool:
     """Whether ``num_ranks`` consecutive ranks are on one node, but the ranks that exchange tokens are not."""
     num_expert_ranks = settings.expert_model_parallel_size * expert_tensor_ranks(settings)
     return ranks_per_node is not None and not ranks_per_node % num_ranks and num_expert_ranks > ranks_per_node
 
 
-def uses_ring_attention(settings: Any) -> bool:
+def uses_ring_attention(settings: AttentionSettings) -> bool:
     """Whether context-parallel ranks pass keys and values around in a ring, instead of gathering them.
 
     ``p2p`` is Megatron's default of ``--cp-comm-type``.
@@ -250,7 +256,7 @@ def uses_ring_attention(settings: Any) -> bool:
     )
 
 
-def ring_hindrance(settings: Any) -> str | None:
+def ring_hindrance(settings: AttentionSettings) -> str | None:
     """Why ring attention is not possible; None if it is."""
     if settings.attention_dropout > 0:
         return "attention dropout"
@@ -261,7 +267,7 @@ def ring_hindrance(settings: Any) -> str | None:
     return None
 
 
-def splits_weights(settings: Any) -> bool:
+def splits_weights(settings: ModuleSettings) -> bool:
     """Whether linear layers can compute weight gradients separately from input gradients."""
     if settings.transformer_impl != "transformer_engine":
         return bool(settings.transformer_impl == "local")
@@ -273,7 +279,7 @@ def splits_weights(settings: Any) -> bool:
     return not any(getattr(settings, name, None) for name in others)
 
 
-def boundary(settings: Any, *, whole_attention: bool) -> str | None:
+def boundary(settings: MegatronSettings, *, whole_attention: bool) -> str | None:
     """Why consecutive layers cannot share a schedule; None if they can.
 
     With tensor parallelism, Megatron shards the whole sequence over the ranks, but layers that share a
@@ -300,7 +306,7 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
     return None
 
 
-def chooses_at_once(settings: Any, own: Settings) -> bool:
+def chooses_at_once(settings: RouterSettings, own: Settings) -> bool:
     """Whether experts must be chosen for all chunks before the first token is sent.
 
     Dropping by probability compares all tokens of an expert, unless ``capacity_scope`` is ``chunk``. Sinkhorn
@@ -311,13 +317,13 @@ def chooses_at_once(settings: Any, own: Settings) -> bool:
     return (drops and own.capacity_scope != "chunk") or (balances(settings) and not balances_chunks)
 
 
-def balances(settings: Any) -> bool:
+def balances(settings: RouterSettings) -> bool:
     """Whether experts are balanced by comparing tokens: Megatron does so if it is the only balancing type."""
     kinds = settings.moe_router_load_balancing_type
     return (kinds if isinstance(kinds, str) else " ".join(kinds)) in BALANCED
 
 
-def router_has_losses(settings: Any) -> bool:
+def router_has_losses(settings: RouterSettings) -> bool:
     """Whether a training step adds a router loss, by the same rule as in Megatron's router.
 
     An auxiliary loss counts if its coefficient is above 0. The z-loss counts with any coefficient, even 0,

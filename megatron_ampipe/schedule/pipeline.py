@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
+from megatron_ampipe.block.megatron_settings import LayoutSettings, MegatronSettings
 from megatron_ampipe.block.settings import AUTO, SETTING, Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
@@ -76,7 +77,7 @@ class NodeLayout:
     ranks_per_node: int
 
     @classmethod
-    def of(cls, settings: Any, ranks_per_node: int | None) -> NodeLayout | None:
+    def of(cls, settings: LayoutSettings, ranks_per_node: int | None) -> NodeLayout | None:
         """The layout of Megatron's expert-parallel groups: expert-tensor-parallel ranks are adjacent.
 
         ``settings`` are as in :mod:`.features`; ``ranks_per_node`` is the number of all ranks on a node, or
@@ -90,7 +91,9 @@ class NodeLayout:
         return cls(expert // near, near) if 1 < near < expert and expert % near == 0 else None
 
 
-def useful_exchanges(settings: Any, num_experts: int, ranks_per_node: int | None) -> tuple[Exchange, ...]:
+def useful_exchanges(
+    settings: MegatronSettings, num_experts: int, ranks_per_node: int | None
+) -> tuple[Exchange, ...]:
     """The exchanges worth trying: Megatron's own, and those with fewer copies or larger messages.
 
     Arguments are as in :meth:`NodeLayout.of`; ``num_experts`` is the number of all experts of a layer.

@@ -22,6 +22,7 @@ from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, matching, several
+from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     KEEP,
@@ -158,18 +159,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(document: dict[str, Any]) -> None:
+def _show(document: Report) -> None:
     if document.get("format") != training.FORMAT:
         prediction.predict_peaks(document)
     # A table in a file or a pipe may be wider than this terminal.
     result.show(document, Console(width=None if sys.stdout.isatty() else 170))
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(arguments: argparse.Namespace) -> Report:
     """Run the ranks; returns the document, written after each case, and shown also after a failure."""
     job = _job(arguments)
     job_fields = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
-    document: dict[str, Any] = {
+    document: Report = {
         "format": training.FORMAT if arguments.end_to_end else result.FORMAT,
         "command": arguments.command_line,
         "begin": _now(),
@@ -184,7 +185,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "cases": [],
     }
 
-    def finished(case: dict[str, Any]) -> None:
+    def finished(case: Report) -> None:
         document["cases"].append(case)
         document["end"] = _now()
         document["hardware"]["load_average_after"] = machine.hardware()["load_average"]
@@ -214,13 +215,13 @@ def _now() -> str:
 
 def _time_blocks(
     job: BenchJob,
-    hardware: dict[str, Any],
+    hardware: Report,
     *,
     on_pass: Callable[[], object],
-    finished: Callable[[dict[str, Any]], None],
+    finished: Callable[[Report], None],
 ) -> None:
     """Time blocks; ``finished`` is called with each entry of ``cases``."""
-    reports: list[dict[int, Any]] = [{} for _ in job.cases]
+    reports: list[dict[int, Report]] = [{} for _ in job.cases]
 
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":

@@ -152,7 +152,8 @@ def _make(paths: Sequence[Path], final: Sequence[Path], document_bytes: int) -> 
 
 def _documents(content: bytes, document_bytes: int) -> Iterator[numpy.ndarray]:
     """The tokens of each document of a file: the whole file, or lines of about ``document_bytes``."""
-    ends, length = [], 0
+    ends: list[int] = []
+    length = 0
     for line in content.splitlines(keepends=True) if document_bytes else ():
         length += len(line)
         if length - (ends[-1] if ends else 0) >= document_bytes:

@@ -19,11 +19,11 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.launch import connections
 
 _PROBE_TIMEOUT_S = 120
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report["problems"] else 0
 
 
-def check(*, quick: bool) -> dict[str, Any] | None:
+def check(*, quick: bool) -> Report | None:
     """Print the report, and return it; None on ranks other than the first."""
     started = "RANK" in os.environ
     # Before the check of packages, which takes a while: the other ranks are waiting.
@@ -112,7 +112,7 @@ def check(*, quick: bool) -> dict[str, Any] | None:
     return {"packages": packages, "notes": notes, "ranks": answers, "problems": problems}
 
 
-def _ask_ranks(num_ranks: int | None, *, measures: bool) -> dict[str, Any] | str:
+def _ask_ranks(num_ranks: int | None, *, measures: bool) -> Report | str:
     """The report of ``num_ranks`` started ranks, or of torchrun's ranks if None; or why it failed."""
     try:
         from megatron_ampipe.tools import doctor_ranks
@@ -216,7 +216,7 @@ def notes_on_variables(environ: Mapping[str, str], *, has_gpu: bool) -> list[str
     return notes + [f"{name}={value}: {_HARMFUL[name]}; unset it" for name, value in harmful.items()]
 
 
-def show(report: Mapping[str, Any]) -> list[str]:
+def show(report: ReportView) -> list[str]:
     """Print the ranks' report; returns the problems."""
     problems = []
     for name, values in report["differences"].items():

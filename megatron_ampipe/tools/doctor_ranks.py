@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.launch import connections
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
@@ -41,22 +42,22 @@ _WAIT_CYCLES = 500_000
 
 def job_of(num_ranks: int, *, timeout_s: float) -> RankJob:
     """How the ranks of the doctor run."""
-    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     return RankJob(num_ranks=num_ranks, link=parse_link(None), device=device, timeout_s=timeout_s)
 
 
-def start(num_ranks: int) -> dict[str, Any]:
+def start(num_ranks: int) -> Report:
     """Run :func:`examine` in ranks on this machine; RunFailed if they failed, or took too long."""
     return dict(run_ranks(job_of(num_ranks, timeout_s=_TIME_LIMIT_S), examine)[0])
 
 
-def join(*, measures: bool) -> dict[str, Any]:
+def join(*, measures: bool) -> Report:
     """Run :func:`examine` in a rank that torchrun has started."""
     job = job_of(int(os.environ["WORLD_SIZE"]), timeout_s=_MEETING_S)
     return examine(Rank(job, int(os.environ["RANK"])), measures=measures)
 
 
-def examine(rank: Rank[RankJob], *, measures: bool = True) -> dict[str, Any]:
+def examine(rank: Rank[RankJob], *, measures: bool = True) -> Report:
     """Meet the other ranks; every rank calls this.
 
     Args:
@@ -73,7 +74,7 @@ def examine(rank: Rank[RankJob], *, measures: bool = True) -> dict[str, Any]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         mine |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "device": torch.cuda.get_device_name()}
     try:
-        ranks: list[Any] = [None] * rank.job.num_ranks
+        ranks: list[dict[str, str]] = [{}] * rank.job.num_ranks
         dist.all_gather_object(ranks, mine)
         has_peer = device == "cuda" or len(ranks) > 1
         overlap = {"device": device, **measure(device)} if measures and has_peer else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     # The user's modules are found as with "python -m".
     sys.path.insert(0, "")
     gates = {name: load_gate(name) for name in arguments.names}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stub does not export it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     failed = []
     for name, gate in gates.items():
         try:
@@ -95,7 +96,8 @@ def _compare_chunks(gate: type[TopKRouter]) -> str:
     """Compare chunks with the whole sequence: outputs, and gradients with all router losses."""
     from megatron_ampipe.layers.router import chunk_router_of
 
-    whole, chunked = (_router(kind, **_LOSSES) for kind in (gate, chunk_router_of(gate)))
+    extended = chunk_router_of(gate)  # type: ignore[arg-type]  # classes are hashable
+    whole, chunked = (_router(kind, **_LOSSES) for kind in (gate, extended))
     chunked.load_state_dict(whole.state_dict())
     first, second = (_route(whole, _hidden(), seed=seed)[0] for seed in (1, 2))
     # A chunk draws other random numbers than the whole sequence; an evaluation draws none.
@@ -119,7 +121,7 @@ def _hidden() -> Tensor:
     return torch.randn(_ROWS, _BATCH, _HIDDEN, generator=torch.Generator().manual_seed(_SEED))
 
 
-def _router(kind: type[TopKRouter], **settings: Any) -> Any:
+def _router(kind: type[TopKRouter], **settings: object) -> TopKRouter:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -146,7 +148,9 @@ def _router(kind: type[TopKRouter], **settings: Any) -> Any:
     return router
 
 
-def _route(router: Any, hidden: Tensor, cuts: tuple[int, ...] = (), *, seed: int = _SEED) -> tuple[Any, ...]:
+def _route(
+    router: TopKRouter, hidden: Tensor, cuts: tuple[int, ...] = (), *, seed: int = _SEED
+) -> tuple[Tensor, ...]:
     """Route a sequence, or its chunks: probs and routing map, and for chunks the arguments of the losses."""
     from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
 
@@ -165,7 +169,7 @@ def _route(router: Any, hidden: Tensor, cuts: tuple[int, ...] = (), *, seed: int
     return *(torch.cat(parts) for parts in zip(*routed, strict=True)), block
 
 
-def _step(router: Any, cuts: tuple[int, ...]) -> dict[str, Tensor]:
+def _step(router: TopKRouter, cuts: tuple[int, ...]) -> dict[str, Tensor]:
     """Outputs of a pass, and its gradients if the router trains."""
     hidden = _hidden().requires_grad_(router.training)
     with torch.set_grad_enabled(router.training):

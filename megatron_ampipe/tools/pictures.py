@@ -38,7 +38,7 @@ def style() -> Iterator[None]:
     import matplotlib
 
     # Labels come from files: a dollar sign in one is no formula. The salt makes the SVG reproducible.
-    settings: dict[Any, Any] = {
+    settings: Any = {
         "text.parse_math": False,
         "svg.hashsalt": "ampipe",
         "font.family": "DejaVu Sans",

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.host_times import FACTORS, HostRow
@@ -37,7 +38,7 @@ def answer_of(
     memory: list[RankMemory] | str,
     arguments: argparse.Namespace,
     assumed: list[str],
-) -> dict[str, Any]:
+) -> Report:
     """Everything that is shown, as plain data; ``predictor`` is for all layers of a pipeline stage.
 
     ``others`` are the plans with other flags of Megatron (``plan.planner.alternatives``), ``memory`` is the
@@ -98,7 +99,7 @@ def answer_of(
     }
 
 
-def host_of(predictor: Predictor, rows: Sequence[HostRow]) -> dict[str, Any]:
+def host_of(predictor: Predictor, rows: Sequence[HostRow]) -> Report:
     """The assumed time of the host, and the plans for slower hosts; nothing in training on a CPU."""
     if not rows:
         return {"host": None}
@@ -114,7 +115,7 @@ def host_of(predictor: Predictor, rows: Sequence[HostRow]) -> dict[str, Any]:
     }
 
 
-def _host_sentences(host: Mapping[str, Any]) -> Iterator[str]:
+def _host_sentences(host: ReportView) -> Iterator[str]:
     """What is assumed of the host, and from which time on another plan is chosen."""
     yield (
         f"host: takes {host['forward_us']:.0f} us to issue a stage forward and {host['backward_us']:.0f} us "
@@ -131,7 +132,7 @@ def _host_sentences(host: Mapping[str, Any]) -> Iterator[str]:
     yield "    measure it on your machines: ampipe profile, then --cluster FILE"
 
 
-def _fullest(ranks: Sequence[RankMemory]) -> dict[str, Any]:
+def _fullest(ranks: Sequence[RankMemory]) -> Report:
     """The memory of the fullest rank, in numbers of parameters and GiB."""
     memory = max(ranks, key=lambda rank: rank.total)
     kinds = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
@@ -143,7 +144,7 @@ def _fullest(ranks: Sequence[RankMemory]) -> dict[str, Any]:
     }
 
 
-def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[str, Any]]:
+def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[Report]:
     """The layers with each exchange of a dispatcher, and the flags of Megatron that the model lacks."""
     words = flags.split()
     dispatcher = words[-1] if "--moe-token-dispatcher-type" in words else predictor.block.dispatcher
@@ -163,7 +164,7 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[dict[st
     ]
 
 
-def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
+def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[Report]:
     """Megatron's layer, and the named schedules at each degree in equal chunks."""
     stock = predictor.stock()
     ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(Pipeline.of(1))})]
@@ -192,7 +193,7 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
     ]
 
 
-def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
+def _memory_strategies(predictor: Predictor, plan: Plan) -> Report:
     """The strategy that MPipeMoE's equation 10 chooses, and the one that is fastest by simulation."""
     degree = plan.pipeline.backward_degree
     costs_us = equation_10_us(predictor, degree=degree)
@@ -210,7 +211,7 @@ def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
+def _stacks(predictor: Predictor, plans: Plans) -> list[Report]:
     """The layers of a pipeline stage block by block, and sharing a schedule; empty if they cannot."""
     shared = plans.shared
     if shared is None:
@@ -234,7 +235,7 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
     return [blocks, together]
 
 
-def _layers(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
+def _layers(predictor: Predictor, plans: Plans) -> list[Report]:
     """The layers of a pipeline stage in chunks and with partners; empty if neither can be."""
     running = _with_a_partner(predictor, plans)
     stock_us = running.stock().total
@@ -275,7 +276,7 @@ def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
     return [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.block.rows)]
 
 
-def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
+def _gradients(predictor: Predictor, plan: Plan) -> Report | None:
     """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
     if not plan.helps:
         return None
@@ -286,7 +287,7 @@ def _gradients(predictor: Predictor, plan: Plan) -> dict[str, Any] | None:
     return plan_gradients(running, plan.schedule, lengths, num_layers=num_layers)
 
 
-def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+def _table(title: str, rows: Sequence[ReportView], columns: Mapping[str, str]) -> Table:
     """A table of rows; ``columns`` maps a heading to a key and the format of its value. None stays empty."""
     table = Table(*columns, title=title)
     for row in rows:
@@ -295,11 +296,11 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, 
     return table
 
 
-def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bool = False) -> None:
+def show(answer: ReportView, plan: Plan, console: Console, *, verbose: bool = False) -> None:
     """Print an answer of :func:`answer_of` and the chosen plan: what to do first, then what was compared."""
 
-    def say(text: str, **style: Any) -> None:
-        console.print(text, soft_wrap=True, **style)
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, soft_wrap=True, style=style)
 
     if plan.helps:
         say(f"choice: {answer['choice']}")
@@ -357,10 +358,10 @@ def show(answer: Mapping[str, Any], plan: Plan, console: Console, *, verbose: bo
         )
 
 
-def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _faster_with(rows: Sequence[ReportView]) -> Iterator[str]:
     """Other flags of Megatron that are predicted to be faster than the model's flags, the best first."""
     model_ms = min(row["predicted_ms"] for row in rows if not row["flags"])
-    best: dict[str, Mapping[str, Any]] = {}
+    best: dict[str, ReportView] = {}
     for row in sorted(rows, key=lambda row: row["predicted_ms"]):
         if row["flags"] and row["predicted_ms"] < (1 - MINIMUM_SAVING) * model_ms:
             best.setdefault(" ".join(row["flags"]), row)
@@ -372,7 +373,7 @@ def _faster_with(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def _held(memory: Mapping[str, Any], device_gib: float | None) -> str:
+def _held(memory: ReportView, device_gib: float | None) -> str:
     """The memory of the fullest rank, and whether it fits."""
     parts = ("weights", "gradients", "optimizer", "activations", "buffers")
     shown = ", ".join(f"{part} {memory[f'{part}_gib']:.1f}" for part in parts if memory[f"{part}_gib"])
@@ -387,7 +388,7 @@ def _held(memory: Mapping[str, Any], device_gib: float | None) -> str:
     )
 
 
-def _advice_on_gradients(gradients: Mapping[str, Any]) -> str:
+def _advice_on_gradients(gradients: ReportView) -> str:
     ways, name = {way["name"]: way for way in gradients["ways"]}, gradients["chosen"]
     both = {name: way["pass_ms"] + way["left_ms"] for name, way in ways.items()}
     compared = f"placed {both[PLACED]:.3f} ms, stock {both[STOCK]:.3f} ms"

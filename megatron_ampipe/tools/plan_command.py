@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from rich.console import Console
 
@@ -99,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tape", "FILE", tape, type=Path)
 
 
-def _override(text: str) -> tuple[str, Any]:
+def _override(text: str) -> tuple[str, object]:
     key, _, value = text.partition("=")
     try:
         parsed = value_of(value)

@@ -9,12 +9,12 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least
+from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import BenchJob
@@ -73,14 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     is_first = not started or os.environ["RANK"] == "0"
     with tqdm(unit=" steps", leave=False, disable=None if is_first else True) as bar:
 
-        def on_message(rank: int, event: str, _: Any = None) -> None:
+        def on_message(rank: int, event: str, _: object = None) -> None:
             if rank == 0 and event == "progress":
                 bar.update()
 
         if started:
             import torch.distributed as dist
 
-            number, reports = int(os.environ["RANK"]), [None] * count
+            number = int(os.environ["RANK"])
+            reports: list[Report] = [{}] * count
             rank = Rank(job, number, say=partial(on_message, number))
             dist.all_gather_object(reports, measure_rank(rank))
             dist.destroy_process_group()
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_rank(rank: Rank[BenchJob]) -> dict[str, Any]:
+def measure_rank(rank: Rank[BenchJob]) -> Report:
     """Measure in a rank; returns the report of :func:`.measuring.operations.measure`."""
     rank.start_megatron()
     # Imports Megatron, so it must come after the link is emulated.

@@ -115,7 +115,8 @@ def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -
         *("--data-path", str(data), "--data-cache-path", str(folder / "data" / "cache")),
     )
     ampipe_flags = ("--ampipe-degree", str(chosen.degree), "--ampipe-trace-dir", str(traces))
-    curves, runs = [], {}
+    curves: list[training.Curve] = []
+    runs: dict[str, outputs.Report] = {}
     for name, title, own_flags, stock_attends_as in (
         # With the attention kernel of AMPipe's layers: Megatron's own is slower on a CPU.
         ("baseline", "Megatron", ("--ampipe-degree", "1"), "fp32"),

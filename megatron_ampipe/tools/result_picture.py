@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ampipe.tools import pictures
 from megatron_ampipe.tools.measuring.result import Record, variant_text, where_text
@@ -21,6 +21,8 @@ from megatron_ampipe.tools.pictures import FAINT, GRID, INK, PALETTE, PAPER
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
 _COLUMNS = 3
 _PANEL_IN = (4.6, 3.9)
@@ -52,7 +54,8 @@ class Panel:
     @property
     def highest(self) -> float:
         """The highest speedup."""
-        return max(row["speedup"] for case in self.cases for row in case["rows"])
+        highest: float = max(row["speedup"] for case in self.cases for row in case["rows"])
+        return highest
 
 
 def draw(documents: Sequence[Record], *, target: Path) -> None:
@@ -101,13 +104,16 @@ def _text_of(forward: int, backward: int) -> str:
 
 def _figure(panels: Sequence[Panel]) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     # Four are a square.
     columns = 2 if len(panels) == 4 else min(_COLUMNS, len(panels))
     num_rows = math.ceil(len(panels) / columns)
     width_in = max(7.0, _PANEL_IN[0] * columns)
     figure = Figure(figsize=(width_in, _PANEL_IN[1] * num_rows + 1.5), layout="constrained", facecolor=PAPER)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    engine = figure.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    engine.set(w_pad=0.12, h_pad=0.12)
     highest = [panel.highest for panel in panels]
     grid = figure.subplots(
         num_rows, columns, squeeze=False, sharey=max(highest) < _SIMILAR * min(highest)
@@ -258,11 +264,12 @@ def _look(number: int) -> tuple[str, str]:
     return PALETTE[number % len(PALETTE)], _MARKERS[number % len(_MARKERS)]
 
 
-def _legend(panels: Sequence[Panel], numbers: Mapping[str, int]) -> list[Any]:
+def _legend(panels: Sequence[Panel], numbers: Mapping[str, int]) -> list[Line2D | Patch]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    has_lines, handles = any(panel.over_degrees for panel in panels), []
+    has_lines = any(panel.over_degrees for panel in panels)
+    handles: list[Line2D | Patch] = []
     for variant, number in numbers.items():
         colour, marker = _look(number)
         if has_lines:

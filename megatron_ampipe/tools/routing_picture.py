@@ -75,7 +75,7 @@ def _figure(routing: RecordedRouting, *, ranks: int) -> Figure:
     heat = figure.add_subplot(grid[2], sharex=lines)
     _draw_lines(lines, routing, ranks)
     _draw_heat(heat, figure.add_subplot(grid[1]), loads, routing)
-    iterations = [record.iteration for record in routing.records]
+    iterations = [str(record.iteration) for record in routing.records]
     step = -(-num_iterations // _MOST_TICKS)
     heat.set_xticks(range(0, num_iterations, step), iterations[::step])
     heat.set_xlabel("iteration of the training (recorded ones)", fontsize=10)
@@ -147,9 +147,9 @@ def _draw_heat(axes: Axes, bar_axes: Axes, loads: np.ndarray, routing: RecordedR
     axes.spines[:].set_color(GRID)
     axes.set_ylabel(f"experts 0 to {num_experts - 1} of each layer, from the top", fontsize=10)
     beyond = "max" if loads.max() > most else "neither"
-    bar = axes.get_figure().colorbar(
-        image, cax=bar_axes, orientation="horizontal", extend=beyond, extendfrac=0.02
-    )
+    figure = axes.get_figure()
+    assert figure is not None
+    bar = figure.colorbar(image, cax=bar_axes, orientation="horizontal", extend=beyond, extendfrac=0.02)
     bar_axes.set_title("tokens of an expert over the mean of its layer", loc="left", fontsize=10)
     bar_axes.xaxis.set_major_formatter("{x:g}x")
     bar_axes.tick_params(length=0, labelsize=9, labelcolor=FAINT)

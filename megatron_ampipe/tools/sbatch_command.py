@@ -17,13 +17,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, find_config, load, matching
+from megatron_ampipe.files.outputs import ReportView
 from megatron_ampipe.launch.config_files import CONFIG_FLAG, groups_of
 
 SAVE_INTERVAL = 500
@@ -179,9 +179,9 @@ def _render(arguments: argparse.Namespace) -> str:
     return template.render(job=arguments, training_lines=map(shlex.join, groups_of(training)))
 
 
-def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
+def _read_files(arguments: argparse.Namespace) -> dict[str, ReportView]:
     """The paths of the run's files, valid on every node; the cluster file sets GPUs per node."""
-    files: dict[str, Mapping[str, Any]] = {}
+    files: dict[str, ReportView] = {}
     named = {"models": arguments.model, "clusters": arguments.cluster, "runs": arguments.run_file}
     for folder, name in named.items():
         if name is None:
@@ -201,7 +201,7 @@ def _read_files(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
     return files
 
 
-def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, ReportView]) -> None:
     """Refuse wrong combinations of arguments."""
     refuse: Callable[[str], None] = arguments.refuse
     if not files and not arguments.flags:

@@ -21,6 +21,7 @@ from megatron_ampipe.tools.pictures import FAINT, GRID, INK, PALETTE, PAPER
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 SUFFIXES = (".svg", ".png")
 """Suffixes of the files that a picture is written to."""
@@ -35,6 +36,7 @@ _STRIPE, _PREDICTED_STRIPE = "#F3F4F6", "#FBF3DC"
 _TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "shared": 0.5, "wgrad": 0.5}
 _OTHER_TINT = 0.6
 _HATCH = "////"
+_Colour = tuple[float, float, float] | str
 # Layers next to each other run at the same time: three shades tell them apart.
 _SHADES = (INK, "#9AA0A6", PAPER)
 
@@ -136,7 +138,9 @@ def _draw_bars(
 ) -> None:
     """Draw bars, one collection for each style (fast for tens of thousands of spans), and then the names."""
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    bars: defaultdict[tuple[float, float, Any, bool], list[tuple[float, float]]] = defaultdict(list)
+    bars: defaultdict[tuple[float, float, tuple[float, ...] | str, bool], list[tuple[float, float]]] = (
+        defaultdict(list)
+    )
     for span in spans:
         row, begin_ms = lanes.index(span.lane), span.begin_us / 1e3
         length_ms = (span.end_us - span.begin_us) / 1e3
@@ -154,10 +158,10 @@ def _draw_bars(
                 label = axes.text(begin_ms + length_ms / 2, row, name, color=PAPER if is_dark else INK)
                 label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True, zorder=4)
                 break
-    for (top, height, fill, hatched), pieces in bars.items():
-        style = {"hatch": _HATCH, "edgecolor": PAPER} if hatched else {}
+    for (top, height, colour, hatched), pieces in bars.items():
+        style: dict[str, Any] = {"hatch": _HATCH, "edgecolor": PAPER} if hatched else {}
         axes.broken_barh(
-            pieces, (top, height), facecolor=fill, linewidth=0, zorder=2 + (height < _BAR), **style
+            pieces, (top, height), facecolor=colour, linewidth=0, zorder=2 + (height < _BAR), **style
         )
 
 
@@ -169,11 +173,11 @@ def _name_of(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Any]:
+def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Patch]:
     from matplotlib.patches import Patch
 
     chunks = sorted({span.chunk for span in spans if span.chunk is not None})
-    handles: list[Any] = [Patch(facecolor=_colour(chunk), label=f"chunk {chunk}") for chunk in chunks]
+    handles = [Patch(facecolor=_colour(chunk), label=f"chunk {chunk}") for chunk in chunks]
     if any(span.chunk is None for span in spans):
         handles.append(Patch(facecolor=_WHOLE_BLOCK, label="whole block"))
     if any(span.ahead for span in spans):

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_ampipe.launch.attach import adjust_arguments, take_over_graphs
+from megatron_ampipe.launch.resolve import adjust_arguments, take_over_graphs
+from megatron_ampipe.launch.run import Run
 from tests.golden.write import SETTINGS
 
 MASK, ROTARY = "--no-create-attention-mask-in-dataloader", "--no-rope-fusion"
@@ -27,7 +28,7 @@ def adjusted(*, on_gpu: bool = False, **changed: Any) -> list[str]:
         "micro_batch_size": 1,
     }
     args = argparse.Namespace(**SETTINGS | of_run | changed)
-    return [*adjust_arguments(args, on_gpu=on_gpu)]
+    return [*adjust_arguments(args, Run(), on_gpu=on_gpu)]
 
 
 def test_exchanges_run_at_high_priority_and_nothing_is_taken_away() -> None:

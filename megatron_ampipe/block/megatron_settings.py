@@ -1,0 +1,81 @@
+"""What is read of Megatron's settings: its parsed arguments, or the configuration of a layer.
+
+Megatron declares arguments with argparse, which has no types, and both have most names in common. What only
+some versions or only one of both have is read with ``getattr``, and not listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class LayoutSettings(Protocol):
+    """How tensors are divided over ranks."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int: ...
+
+    @property
+    def expert_model_parallel_size(self) -> int: ...
+
+    @property
+    def expert_tensor_parallel_size(self) -> int | None: ...
+
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
+class RouterSettings(Protocol):
+    """How tokens are routed."""
+
+    @property
+    def moe_router_load_balancing_type(self) -> str | Sequence[str]: ...
+
+    @property
+    def moe_aux_loss_coeff(self) -> float | Sequence[float] | None: ...
+
+    @property
+    def moe_z_loss_coeff(self) -> float | None: ...
+
+    @property
+    def moe_token_drop_policy(self) -> str: ...
+
+
+class AttentionSettings(Protocol):
+    """What attention computes, and over how many ranks a sequence is divided."""
+
+    @property
+    def attention_dropout(self) -> float: ...
+
+    @property
+    def window_size(self) -> object: ...
+
+    @property
+    def context_parallel_size(self) -> int: ...
+
+
+class ModuleSettings(Protocol):
+    """Which modules a layer is built from."""
+
+    @property
+    def transformer_impl(self) -> str | None: ...
+
+
+class MegatronSettings(LayoutSettings, RouterSettings, AttentionSettings, ModuleSettings, Protocol):
+    """What decides the stages of a block."""
+
+    @property
+    def moe_token_dispatcher_type(self) -> str: ...
+
+    @property
+    def moe_router_topk(self) -> int: ...
+
+    @property
+    def moe_shared_expert_intermediate_size(self) -> int | None: ...
+
+    @property
+    def multi_latent_attention(self) -> bool: ...
+
+    @property
+    def recompute_granularity(self) -> str | None: ...
