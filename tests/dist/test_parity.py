@@ -156,3 +156,28 @@ def assert_known_order(case: Case, found: dict[str, str]) -> None:
         kept = {case.name: stored[case.name] for case in PARITY if case.name in stored}
         text = json.dumps(kept | {case.name: found}, indent=1, sort_keys=True)
         COLLECTIVES.write_text(text + "\n", encoding="utf-8")
+
+
+@pytest.mark.ranks(4)
+def test_the_order_of_collectives_with_interleaved_pipeline_stages() -> None:
+    """Two pipeline ranks of two model chunks each, each on two expert-parallel ranks.
+
+    What Megatron sends from stage to stage is left out: one rank sends what another one receives.
+    """
+    from megatron_ampipe.runtime.executors import CudaExecutor
+    from tests.dist import one_device
+    from tests.dist.blocks import build_layers
+    from tests.dist.collective_order import Issued, problems, recorded
+    from tests.dist.interleaved import step
+
+    (case,) = [one.case for one in one_device.CASES[4] if one.case.name == "pp2-ep2"]
+    _, ours = build_layers(dataclasses.replace(case, executor="thread"))
+    context = ours.layers[0]._block.context
+    executor, context.executor = context.executor, CudaExecutor()
+    with recorded() as issued:
+        step(ours, case)
+    context.executor = executor
+    issued = [one for one in issued if one.operation not in ("c10d::send", "c10d::recv_")]
+    by_rank: list[list[Issued]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, issued)
+    assert len(issued) > 50 and problems(by_rank) == []
