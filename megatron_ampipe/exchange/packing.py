@@ -252,14 +252,16 @@ class AllToAllChunk:
         self, rows: Tensor, pieces: Pieces, probs: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Reorder rows and probabilities, pieces of the sizes ``[A][B]``, into the order ``[B][A]``."""
-        if not isinstance(pieces, Tensor):
-            return turned(rows, pieces), turned(probs, pieces) if probs is not None else None
-        num_pieces, num_columns = pieces.shape
-        order = _order(num_pieces, num_columns, pieces.device)
-        ordered: tuple[Tensor, Tensor | None] = sort_chunks_by_idxs(
-            rows, pieces.ravel(), order, probs, fused=True
-        )
-        return ordered
+        if self._fused:
+            assert isinstance(pieces, Tensor)
+            num_pieces, num_columns = pieces.shape
+            order = _order(num_pieces, num_columns, pieces.device)
+            ordered: tuple[Tensor, Tensor | None] = sort_chunks_by_idxs(
+                rows, pieces.ravel(), order, probs, fused=True
+            )
+            return ordered
+        sizes: list[list[int]] = pieces  # type: ignore[assignment]  # on the host
+        return turned(rows, sizes), turned(probs, sizes) if probs is not None else None
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Unpermute and add the returned rows (as many as were sent, maybe none), to ``[rows, B, D]``."""

@@ -35,10 +35,10 @@ def import_megatron() -> bool:
         import torch  # noqa: F401
     except ImportError as error:
         raise EnvironmentMissing(f"PyTorch cannot be imported ({error}). Run: pip install torch") from error
-    # First: with a Megatron of another version, imports or replacements may fail.
-    compat.require_peers()
     on_gpu = host.gpu_available()
     try:
+        # First: with a Megatron of another version, imports or replacements may fail.
+        compat.require_peers()
         if on_gpu:
             import megatron.training.training  # noqa: F401
         else:

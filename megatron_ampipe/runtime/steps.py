@@ -117,11 +117,17 @@ class Step(ABC):
         for slot in self.frees:
             slots[slot] = None
         transfer: Transfer | None = None
-        results = self.work(state, inputs)
-        if isinstance(results, Transfer):
-            transfer, results = results, results.outputs
+        results: Sequence[Tensor | None]
+        done = self.work(state, inputs)
+        # Not ``isinstance``: this runs for every step of every pass.
+        if self.transfers:
+            sent: Transfer = done  # type: ignore[assignment]  # of these steps
+            transfer, results = sent, sent.outputs
             if crossing is not None:
-                self._note(crossing, (*inputs, *transfer.uses, *results))
+                self._note(crossing, (*inputs, *sent.uses, *sent.outputs))
+        else:
+            results = done  # type: ignore[assignment]  # of all others
+        del done
         del inputs
         for (slot, rows, num_rows), tensor in zip(self.gives, results, strict=True):
             if rows is None:

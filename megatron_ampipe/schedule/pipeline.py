@@ -358,7 +358,8 @@ class Pipeline:
     def _named_order(self, features: BlockFeatures) -> Schedule:
         degrees = {"degree": self.degree, "backward_degree": self.backward_degree}
         # A block that an order does not fit runs the named schedule that the order is of, if there is one.
-        name = self.name if self.name in SCHEDULE_NAMES else self.schedule
+        order = self.order
+        name = order.name if order is not None and order.name in SCHEDULE_NAMES else self.schedule
         return build(name, features=features, **degrees)
 
     @property

@@ -219,7 +219,7 @@ def start_wrong(rank):
 
     def build_megatron_wrong(factory, **fields):
         layers = build_megatron(factory, **fields)
-        if wrong == "overlap":
+        if wrong == "overlap" and "overlap_moe_expert_parallel_comm" in fields:
             combine = layers.layers[0].mlp.combine
             layers.layers[0].mlp.combine = lambda output: combine(output) * 1.05
         return layers
