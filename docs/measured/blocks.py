@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ from comparisons import (
     merged,
 )
 from gpu_checks import plan_table, queues_table, ranks_table
-from raw_files import Document, Documents, is_check, markdown, steps_of, without_empty
-
-from megatron_ampipe.tools.measuring.prediction import predict_peaks
+from raw_files import Documents, bench_results, markdown, steps_of, with_peaks, without_empty
 
 GPU_CHECKS = r"gpu-check-.*"
 GPU_LAYERS = r"gpu-check-(?!te-h200).*|deepseek-te-h200"
@@ -221,25 +218,11 @@ def gpu_memory(documents: Documents) -> str:
     """Peak of a layer's pass as a share of Megatron's, and how far the prediction is off."""
     rows = []
     for document in documents.values():
-        for found in _bench_documents(document):
-            for case in _with_peaks(found)["cases"]:
+        for found in bench_results(document):
+            for case in with_peaks(found)["cases"]:
                 rows += _peaks(case)
     unique = list(dict.fromkeys(tuple(row) for row in rows))
     return markdown(["case", "chunks", "peak, of Megatron's", "predicted over measured"], unique)
-
-
-def _bench_documents(document: Document) -> Iterator[Document]:
-    if is_check(document):
-        yield from (step["found"] for step in steps_of(document) if step["kind"] == "bench")
-    elif "cases" in document:
-        yield document
-
-
-def _with_peaks(document: Document) -> Document:
-    """A result with the peaks that are predicted now, in place of those of its day."""
-    predicted = copy.deepcopy(dict(document))
-    predict_peaks(predicted)
-    return predicted
 
 
 def _peaks(case: Mapping[str, Any]) -> list[list[str]]:
@@ -301,7 +284,7 @@ def memory_saved(documents: Documents) -> str:
     peaks: dict[tuple[str, str], list[float]] = {}
     times: dict[tuple[str, str], list[float]] = {}
     off: list[float] = []
-    for document in map(_with_peaks, documents.values()):
+    for document in map(with_peaks, documents.values()):
         for case in document["cases"]:
             keep = next((row["samples_ms"] for row in case["rows"] if row["memory"] == "keep"), None)
             for row in case["rows"]:

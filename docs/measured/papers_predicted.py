@@ -4,7 +4,9 @@ Nothing is measured, and no GPU is needed: the times are simulated from cluster 
 whose figures are from data sheets where a paper gives none. ``papers.py`` makes the tables of
 ``docs/papers.md``.
 
-    python docs/measured/papers_predicted.py docs/measured/papers-predicted.json
+    python docs/measured/papers_predicted.py
+
+takes two minutes of one core, and writes ``papers-predicted.json`` next to this file.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid,
 
 DEGREES = (2, 4, 8)
 SCHEDULES = ("moe-only", "ampipe")
+OUTPUT = Path(__file__).with_name("papers-predicted.json")
 LINK_FACTORS = (1, 2, 4)
 """How many times as long as in the cluster file an all-to-all takes."""
 TABLE_2_LAYERS = 12
@@ -63,7 +66,7 @@ def main() -> None:
         "fsmoe": fsmoe(),
         "lancet": lancet(),
     }
-    Path(sys.argv[1]).write_text(json.dumps(document, indent=None, separators=(",", ":")) + "\n")
+    OUTPUT.write_text(json.dumps(document, indent=None, separators=(",", ":")) + "\n")
 
 
 def cluster_of(name: str) -> Cluster:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from raw_files import Document, Documents, markdown, steps_of, without_empty
+from raw_files import Document, Documents, bench_results, markdown, with_peaks, without_empty
 
 Table = Callable[[Documents], str]
 
@@ -30,10 +30,7 @@ def bench_cases(
 ) -> Iterator[tuple[str, Document, Mapping[str, Any]]]:
     """Every case of these grids that raw files hold, with the name of the file and the run that it is of."""
     for name, document in documents.items():
-        runs = [document] if "cases" in document else []
-        if document.get("format") == "ampipe-gpu-check-1":
-            runs = [step["found"] for step in steps_of(document) if step["kind"] == "bench"]
-        for run in runs:
+        for run in bench_results(document):
             if run["grid"] in grids:
                 for case in run["cases"]:
                     yield name, run, case
@@ -209,7 +206,8 @@ def memory_predicted(documents: Documents) -> str:
 def memory_measured(documents: Documents) -> str:
     """How much less than Megatron's measured peaks are, and how far predicted peaks are off."""
     by_run: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
-    for name, run, case in bench_cases(documents, ("mpipemoe",)):
+    predicted_now = {name: with_peaks(document) for name, document in documents.items()}
+    for name, run, case in bench_cases(predicted_now, ("mpipemoe",)):
         device = run["hardware"].get("gpu") or run["hardware"]["cpu"]
         for degree in dict.fromkeys(row["degree"] for row in case["rows"]):
             by_run.setdefault((name, device, degree), []).append(case)
@@ -220,10 +218,8 @@ def memory_measured(documents: Documents) -> str:
         for strategy in STRATEGIES:
             found = [(_strategy_row(case, degree, strategy), case["stock_peak_bytes"]) for case in cases]
             cells.append(around([1 - row["peak_bytes"] / stock for row, stock in found], ".0%"))
-            # A run that was cut short has no predictions.
-            predicted = [(row.get("predicted_peak_bytes"), row["peak_bytes"]) for row, _ in found]
-            off += [ours / measured - 1 for ours, measured in predicted if ours is not None]
-        cells.append(f"{min(off):+.0%} to {max(off):+.0%}" if off else "")
+            off += [row["predicted_peak_bytes"] / row["peak_bytes"] - 1 for row, _ in found]
+        cells.append(f"{min(off):+.0%} to {max(off):+.0%}")
         cells += [_slower(cases, degree, name) for name in STRATEGIES[1:]]
         rows.append([link_to(name), device, f"{len(cases)}", f"{degree}", *cells])
     times = (f"time of {name}, of `keep`" for name in STRATEGIES[1:])
@@ -238,7 +234,8 @@ def memory_on_cpus(documents: Documents) -> str:
     """The same of the block of ``docs/memory.md``, over all runs: bytes do not depend on the machine."""
     saved: dict[tuple[str, int], dict[str, list[float]]] = {}
     off: dict[tuple[str, int], list[float]] = {}
-    for _, _, case in bench_cases(documents, ("memory-grid",)):
+    predicted_now = {name: with_peaks(document) for name, document in documents.items()}
+    for _, _, case in bench_cases(predicted_now, ("memory-grid",)):
         for row in case["rows"]:
             strategy = NAMED.get(row["memory"], row["memory"])
             if strategy in STRATEGIES:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_ampipe.tools.measuring.prediction import predict_peaks
 
 MEASURED = Path(__file__).resolve().parent
 DOCS = MEASURED.parent
@@ -117,6 +120,21 @@ def has_history() -> bool:
 def is_check(document: Document) -> bool:
     """True for a file of ``scripts/gpu_check.sh``."""
     return str(document.get("format", "")).startswith("ampipe-gpu-check-")
+
+
+def bench_results(document: Document) -> Iterator[Document]:
+    """The results of ``ampipe bench`` in a file: itself, or those of the steps of a check."""
+    if is_check(document):
+        yield from (step["found"] for step in steps_of(document) if step["kind"] == "bench")
+    elif "cases" in document:
+        yield document
+
+
+def with_peaks(result: Document) -> Document:
+    """A result of ``ampipe bench`` with the peaks that are predicted now, in place of those of its day."""
+    predicted = copy.deepcopy(dict(result))
+    predict_peaks(predicted)
+    return predicted
 
 
 def steps_of(document: Document) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from raw_files import (
     command_words,
     is_modified,
     markdown,
+    with_peaks,
     without_empty,
     without_output,
     without_paths,
@@ -111,7 +112,7 @@ def memory(documents: Documents) -> str:
     """Peaks of each strategy, and the time that it takes more than ``keep`` within a repeat."""
     lines = []
     for name, document in documents.items():
-        for case in document["cases"]:
+        for case in with_peaks(document)["cases"]:
             keep = next((row["samples_ms"] for row in case["rows"] if row["memory"] == "keep"), None)
             file = link(name, document)
             lines.append([file, "Megatron", "", "", f"{case['stock_peak_bytes'] / MIB:.1f}", ""])
