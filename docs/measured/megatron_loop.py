@@ -22,6 +22,8 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerMod
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
+from megatron_ampipe.tools.measuring.given_gradient import GivenGradient
+
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 """Of Megatron's configuration, which checks what the overlap needs."""
 Graphs = dict[str, Any]
@@ -30,20 +32,6 @@ Graphs = dict[str, Any]
 def graphs(modules: Sequence[str], *, implementation: str) -> Graphs:
     """Fields of Megatron's configuration: ``--cuda-graph-impl`` with ``--cuda-graph-modules``."""
     return {"cuda_graph_impl": implementation, "cuda_graph_modules": sorted(modules)}
-
-
-class _GivenGradient(torch.autograd.Function):
-    """A loss whose gradient is given, whatever the loop divides it by."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)
-        return torch.zeros([], dtype=torch.float32, device=output.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient, None
 
 
 class Model(torch.nn.Module):
@@ -138,6 +126,6 @@ def _forward_step(data: Iterator[Batch], model: Model, return_schedule_plan: boo
     hidden, gradient = next(data)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        return _GivenGradient.apply(output, gradient), {}
+        return GivenGradient.apply(output, gradient), {}
 
     return model.build_schedule_plan(hidden) if return_schedule_plan else model(hidden), loss

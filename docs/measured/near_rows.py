@@ -20,9 +20,10 @@ from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import block_of, find_model, read_model
 from megatron_ampipe.plan.operation_times import Pair
+from megatron_ampipe.plan.order_search import OrderProblem, improve_order
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.search import Candidate, OrderProblem, improve_order, named, reorder, short_stack
+from megatron_ampipe.plan.search import Candidate, named, reorder, short_stack
 from megatron_ampipe.plan.simulate import TimedProgram, compile_program
 from megatron_ampipe.plan.stage_costs import COSTS, Work, facts_of
 from megatron_ampipe.schedule import WEIGHTS, Direction, Program, Stage, StageKind, needs_of

@@ -64,6 +64,8 @@ switches the argument off afterwards."""
 class Run:
     """What a training run does.
 
+    The fields after ``disabled_flags`` are set by :func:`~megatron_ampipe.launch.resolve.resolve`.
+
     Attributes:
         settings: The values of all ``--ampipe-*`` flags. A saved plan that is read again counts as
             ``--ampipe-plan``.
@@ -71,10 +73,6 @@ class Run:
             ``--ampipe-degree auto`` can choose another pipeline later, or the exchange is not Megatron's.
         plan: The plan file, as it was read; None without.
         disabled_flags: The flags of :data:`SWITCHED_OFF` that were given.
-
-    Set by :func:`~megatron_ampipe.launch.resolve.resolve`:
-
-    Attributes:
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
         choice: The plan for the rows of this run, and why; None without a plan file.
         memory_reason: Why the memory strategy was chosen; None if the flags say it.
@@ -178,19 +176,23 @@ def _run_of(
     args: argparse.Namespace, given: dict[str, Any], plan: Plan | None, *, disabled: tuple[str, ...] = ()
 ) -> Run:
     """The run of the settings that the user gives, with the plan that they name."""
-    pipeline = _pipeline(given) if "plan" not in given or plan is None else plan.pipeline
-    if plan is not None and "plan" not in given:
-        # An earlier run of this command line has chosen; from here on as with --ampipe-plan.
+    if plan is None:
+        pipeline = _pipeline(given)
+        if pipeline.partner is None and given.get("degree") != AUTO and not pipeline.overlaps:
+            _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
+    elif "plan" in given:
+        pipeline = plan.pipeline
+        if pipeline.is_stock:
+            _refuse_without_effect(given, stock=True, plan=given["plan"])
+    else:
+        # An earlier run of this command line has chosen. The flags are checked as before its choice, and are
+        # from here on as with --ampipe-plan.
+        _pipeline(given)
         pipeline = plan.pipeline
         _check_saved_plan(given, pipeline)
         saved = given["save_plan"]
         given = {name: value for name, value in given.items() if not SETTING[name].in_plan}
         given |= {"plan": saved, "save_plan": None}
-    elif plan is not None:
-        if pipeline.is_stock:
-            _refuse_without_effect(given, stock=True, plan=given["plan"])
-    elif pipeline.partner is None and given.get("degree") != AUTO and not pipeline.overlaps:
-        _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
     settings = Settings(**{**given, "ranks_per_node": ranks_per_node(args)})
     check_condense(settings, pipeline)
     return Run(settings=settings, pipeline=pipeline, plan=plan, disabled_flags=disabled)

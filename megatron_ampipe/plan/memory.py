@@ -13,6 +13,7 @@ which Megatron has as well.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -130,7 +131,7 @@ def _gathered_gradients(block: Block, num_layers: int, num_dense: int) -> float:
     return block.element_bytes * count
 
 
-class _Layer:
+class _Layer(ABC):
     """What both kinds of layers have; the methods give bytes.
 
     Args:
@@ -152,13 +153,13 @@ class _Layer:
         self.calls = 1 if block.grouped else block.local_experts
         """Number of products in which the experts of a rank compute one linear layer."""
 
+    @abstractmethod
     def kept(self) -> float:
         """What it keeps from its forward to its backward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def moments(self) -> Iterator[Alive]:
         """What is alive at each moment at which memory can peak."""
-        raise NotImplementedError
 
     def _probabilities(self) -> float:
         """The probabilities that are saved with the rows of the experts."""

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.files.timeline import Timeline
+from megatron_ampipe.plan.order_search import OrderProblem, Period, improve_order
 from megatron_ampipe.plan.predict import Predictor, timeline_of
-from megatron_ampipe.plan.search import ROUNDING, OrderProblem, Period, improve_order, short_stack
+from megatron_ampipe.plan.search import ROUNDING, short_stack
 from megatron_ampipe.plan.simulate import NOT_YET, TimedProgram, compile_program
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,

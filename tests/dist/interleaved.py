@@ -14,25 +14,12 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_with_interleaving
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_ampipe.tools.measuring.given_gradient import GivenGradient
 from tests.dist import logged_losses
 from tests.dist.blocks import Inputs, forward, inputs_of, summed_results
 from tests.dist.cases import Case
 
 NUM_MICROBATCHES = 4
-
-
-class _GivenGradient(torch.autograd.Function):
-    """A loss whose gradient is given, whatever the schedule divides it by."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)
-        return torch.zeros([], dtype=torch.float32, device=output.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient, None
 
 
 class _ModelChunk(torch.nn.Module):
@@ -87,7 +74,7 @@ def step(layers: Any, case: Case) -> dict[str, torch.Tensor]:
             found[f"output {number}"] = output.detach().clone()
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            return _GivenGradient.apply(output, inputs.gradient), {}
+            return GivenGradient.apply(output, inputs.gradient), {}
 
         return output, loss
 
