@@ -2,6 +2,7 @@
 
 import cProfile
 import dataclasses
+import gc
 import pstats
 from collections.abc import Callable
 from pathlib import Path
@@ -90,8 +91,16 @@ def with_copies(source: Cluster, *, alpha_us: float, us_per_mb: float) -> Cluste
 
 
 def python_calls(function: Callable[[], object]) -> int:
-    """How many functions are called in it: the same on every machine, as times are not."""
+    """How many functions are called in it: the same on every machine, as times are not.
+
+    Without collections of garbage: what these call counts as well, and when they come depends on the machine.
+    """
     profile = cProfile.Profile()
-    profile.runcall(function)
+    gc.collect()
+    gc.disable()
+    try:
+        profile.runcall(function)
+    finally:
+        gc.enable()
     calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
     return calls

@@ -69,6 +69,7 @@ def run_of(command: str) -> dict[str, Any]:
         "command": command,
         "grid": arguments.grid,
         "link": job.link.text,
+        "ranks": job.num_ranks,
         "device": "cuda",
         "hardware": {"gpu": "a device", "cpu": "a processor"},
         "cases": cases,
