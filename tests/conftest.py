@@ -1,6 +1,8 @@
 """Implements the markers that pyproject.toml declares, and holds the fixtures of more than one module."""
 
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -22,6 +24,16 @@ class Command(Protocol):
     """Runs ``ampipe`` with these arguments in this process; fails the test if it ends with another code."""
 
     def __call__(self, *words: object, code: int = 0) -> Said: ...
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Take back what a test sets in the environment, also where the code it calls does so."""
+    before = dict(os.environ)
+    yield
+    if before != dict(os.environ):
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture
