@@ -30,6 +30,7 @@ from megatron_ampipe.schedule import (
     Chunk,
     DataFlow,
     Layout,
+    SavedPolicy,
     Source,
     Span,
     StageKind,
@@ -99,7 +100,9 @@ class BlockLayout:
         _check_transfers(self.flow)
         self.indices = range(len(chunks))
         self.recomputed = features.recomputed
-        self._flows = [data_flow(features.of_chunk(chunk, len(chunks))) for chunk in self.indices]
+        by_chunk = [features.of_chunk(chunk, len(chunks)) for chunk in self.indices]
+        self._flows = [data_flow(of_chunk) for of_chunk in by_chunk]
+        self._policy, self._policies = features.saved, [of_chunk.saved for of_chunk in by_chunk]
         self._chunks, self._joined = chunks, Chunk.joined(chunks)
         self._whole = {kind for kind in self.flow.kinds if is_whole(kind, whole_attention=whole_attention)}
         self.parameters = {
@@ -115,6 +118,10 @@ class BlockLayout:
     def flow_of(self, chunk: int | None) -> DataFlow:
         """The data flow of a chunk, or of the block; chunks can differ in the activations they rebuild."""
         return self.flow if chunk is None else self._flows[chunk]
+
+    def policy_of(self, chunk: int | None) -> SavedPolicy:
+        """What stages of a chunk, or of the whole sequence, save for the backward pass."""
+        return self._policy if chunk is None else self._policies[chunk]
 
     def spans(self, layout: Layout, chunk: int | None) -> Sequence[Span]:
         """The rows of a value that belong to a chunk."""
