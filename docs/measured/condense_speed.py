@@ -214,8 +214,7 @@ def counted_training(rank: Rank[training.TrainingJob]) -> None:
 
         say(event, {**value, "sent": sent_bytes()} if event == "iteration" else value)
 
-    rank.say = with_bytes
-    training.train(rank)
+    training.train(dataclasses.replace(rank, say=with_bytes))
 
 
 def show(found: dict[str, Any]) -> None:

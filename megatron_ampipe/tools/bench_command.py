@@ -42,6 +42,7 @@ from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, 
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
+from megatron_ampipe.tools.measuring.reports import CaseReport
 
 OFF = "off"
 """The value of ``--partner`` without partners."""
@@ -221,7 +222,7 @@ def _time_blocks(
     finished: Callable[[Report], None],
 ) -> None:
     """Time blocks; ``finished`` is called with each entry of ``cases``."""
-    reports: list[dict[int, Report]] = [{} for _ in job.cases]
+    reports: list[dict[int, CaseReport]] = [{} for _ in job.cases]
 
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least
-from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import BenchJob
@@ -22,6 +21,7 @@ from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
+from megatron_ampipe.tools.measuring.reports import OperationsReport
 
 EPILOG = """\
 examples:
@@ -81,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
             import torch.distributed as dist
 
             number = int(os.environ["RANK"])
-            reports: list[Report] = [{}] * count
-            rank = Rank(job, number, say=partial(on_message, number))
-            dist.all_gather_object(reports, measure_rank(rank))
+            report = measure_rank(Rank(job, number, say=partial(on_message, number)))
+            reports = [report] * count
+            dist.all_gather_object(reports, report)
             dist.destroy_process_group()
         else:
             reports = run_ranks(job, measure_rank, on_message=on_message)
@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_rank(rank: Rank[BenchJob]) -> Report:
-    """Measure in a rank; returns the report of :func:`.measuring.operations.measure`."""
+def measure_rank(rank: Rank[BenchJob]) -> OperationsReport:
+    """Measure in a rank."""
     rank.start_megatron()
     # Imports Megatron, so it must come after the link is emulated.
     from megatron_ampipe.tools.measuring import operations
