@@ -71,7 +71,7 @@ class StageTimer:
         self._issued_us: dict[tuple[str, str], list[float]] = {}
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
         """Every stage once, each recorded while nothing else runs."""
 
@@ -85,7 +85,7 @@ class StageTimer:
         for call in tape.calls:
             stage, begin_s = call.stage, time.perf_counter()
             if stage.is_communication and not stage.kind.copies:
-                meet(on_cuda=on_cuda)
+                barrier(on_cuda=on_cuda)
                 if self._saved_bytes and not is_first:
                     _spend(self._saved_bytes, self._ranks_per_node)
                 is_first = False
@@ -149,13 +149,13 @@ def run_lanes(
             compute()
         return None
 
-    meet(on_cuda=torch.cuda.is_available())
+    barrier(on_cuda=torch.cuda.is_available())
     with torch.no_grad():
         executor.execute(Tape.of(order, {stage: () for _, stage in order}), run, recorder)
     return list(recorder.timeline(rank=0, labels={}).spans)
 
 
-def meet(*, on_cuda: bool) -> None:
+def barrier(*, on_cuda: bool) -> None:
     """Wait until every rank is here and idle."""
     if on_cuda:
         torch.cuda.synchronize()
@@ -284,7 +284,7 @@ class WatchedExecutor:
         self._executor, self._meter = executor, meter
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
         """Every stage once, as the other executor runs it."""
         computing = threading.get_ident()
@@ -296,7 +296,7 @@ class WatchedExecutor:
             with Watch(self._meter):
                 return run(call)
 
-        self._executor.execute(tape, watched, recorder, crossing)
+        self._executor.execute(tape, watched, recorder, comm_memory)
 
 
 def sent_bytes() -> int:
