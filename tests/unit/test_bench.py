@@ -229,7 +229,7 @@ def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
 
 # The document
 
-MEASURED = REPOSITORY / "docs" / "measured"
+MEASURED = REPOSITORY / "docs" / "measured" / "results"
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def test_results_of_earlier_versions_are_shown(name: str, ampipe: Command) -> No
 
 
 def test_rows_are_predicted_with_exchange_and_stack() -> None:
-    cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
+    cluster = read_cluster(find_cluster("docs/measured/results/profile-100mbit.yaml"))
 
     def predicted(rows: list[dict[str, Any]], *, layers: int = 1, **block: Any) -> list[float]:
         found = stored("cpu-small-200mbit-top1-night-1") | {"layers": layers}
