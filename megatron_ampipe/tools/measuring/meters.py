@@ -126,13 +126,15 @@ class StageTimer:
 
 def run_lanes(
     executor: Executor,
-    exchange: Callable[[], object],
+    exchange: Callable[[], Transfer | None],
     compute: Callable[[], object],
     *,
     exchanges: int,
     products: int,
 ) -> list[StageSpan]:
     """Run exchanges and computations at the same time, each in its lane, after a barrier.
+
+    ``exchange`` returns a transfer that is to be waited for in its lane, or None if it has waited itself.
 
     Returns:
         Their spans: ``dispatch`` in the lane ``comm``, ``expert`` in ``compute``.
@@ -144,9 +146,8 @@ def run_lanes(
 
     def run(call: Call) -> Transfer | None:
         if call.lane == COMM:
-            exchange()
-        else:
-            compute()
+            return exchange()
+        compute()
         return None
 
     barrier(on_cuda=torch.cuda.is_available())

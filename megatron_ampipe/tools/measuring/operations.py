@@ -17,6 +17,7 @@ operations, and the medians ignore it.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -307,8 +308,13 @@ class Operations:
             exchange_us, product_us = (sample.us for sample in alone)
             # As many products as take about as long as the exchanges.
             products = max(1, round(EXCHANGES * exchange_us / product_us))
-            run, compute = exchange.operation, product.operation
-            spans = run_lanes(executor, run, compute, exchanges=EXCHANGES, products=products)
+            spans = run_lanes(
+                executor,
+                functools.partial(_done, exchange),
+                product.operation,
+                exchanges=EXCHANGES,
+                products=products,
+            )
             exchanged = [span for span in spans if span.lane == COMM]
             begin_us, end_us = exchanged[0].begin_us, exchanged[-1].end_us
             computed = [span for span in spans if span.lane == COMPUTE and span.begin_us <= end_us]
@@ -332,6 +338,11 @@ class Operations:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self._device, dtype=self._dtype)
+
+
+def _done(probe: Probe) -> None:
+    """Run an operation to its end."""
+    probe.operation()
 
 
 def _of_bytes(
