@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least
 from megatron_ampipe.plan.cluster import write_cluster
+from megatron_ampipe.tools import packages
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
@@ -87,6 +88,7 @@ class _Launch:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit and write."""
+    packages.require("scipy")
     outputs.check(arguments.output, flag="--output")
     launch = _Launch.of(arguments)
     link = arguments.link

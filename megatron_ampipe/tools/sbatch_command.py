@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import jinja2
-
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, find_config, load, matching
 from megatron_ampipe.files.outputs import ReportView
 from megatron_ampipe.launch.config_files import CONFIG_FLAG, groups_of
+from megatron_ampipe.tools import packages
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, if neither the command nor a file of the run gives them."""
@@ -140,6 +139,7 @@ def _setup_line(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the script, and write and submit it on request."""
+    packages.require("jinja2")
     if arguments.output is not None:
         outputs.check(arguments.output, flag="--output")
     script = _render(arguments)
@@ -178,6 +178,8 @@ def _render(arguments: argparse.Namespace) -> str:
     arguments.job_name = arguments.job_name or stem or "ampipe"
     if not arguments.no_check:
         _check_training(arguments, training)
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

@@ -29,7 +29,7 @@ PAGE_IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 COMMANDS = (
     *(f"./scripts/{name}.sh" for name in ("quickstart", "test", "gpu_check")),
-    "pip install -e .",
+    "pip install -e '.[tools]'",
     "python -m build --no-isolation",
     *(f"ampipe {tool}" for tool in TOOLS),
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor",

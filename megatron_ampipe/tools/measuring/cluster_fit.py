@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import get_args
 
 import numpy as np
-from scipy.optimize import nnls
 
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.block import Block
@@ -95,6 +94,8 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> tuple[dict[str, 
         The figures of the cluster file by name, at least 0; and the share of the variance of the times that
         the line explains, at least 0.
     """
+    from scipy.optimize import nnls
+
     names = list(samples[0].columns)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
     times = np.array([sample.us for sample in samples])
@@ -120,6 +121,8 @@ def factor_and_rest(expected: Sequence[float], took: Sequence[float]) -> tuple[f
 
     Where both explain them equally well, as with stages that are all equal, it is the time.
     """
+    from scipy.optimize import nnls
+
     times, models = np.array(took), np.array(expected)
     weights = np.maximum(times, 1.0) ** -0.5
     columns = np.stack([models, np.ones_like(models)], axis=1) * weights[:, None]
