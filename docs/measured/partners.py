@@ -19,8 +19,8 @@ bf16, the experts that Megatron's layers choose for the first micro-batch are pr
 micro-batches, also while they are timed, since CUDA graphs would keep them. Needs root for a real link, from
 the repository's root:
 
-    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-200mbit.json 200mbit
-    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-25MB.json emulated:25MB/s
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/results/partners-200mbit.json 200mbit
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/results/partners-25MB.json emulated:25MB/s
     PYTHONPATH=. python docs/measured/partners.py gpu.json emulated:20GB/s mixtral mixtral-4k
     PYTHONPATH=. python docs/measured/partners.py te.json emulated:20GB/s mixtral mixtral-4k-te
 """

@@ -42,7 +42,10 @@ from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, 
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
+from megatron_ampipe.tools.measuring.reports import CaseReport
 
+DEGREES = "1,2,4,8"
+"""The default of ``--degrees``."""
 OFF = "off"
 """The value of ``--partner`` without partners."""
 UNCHANGED = "none"
@@ -52,7 +55,7 @@ LAYERS_OF_TRAINING, ROUNDS = 2, 3
 
 EPILOG = """\
 examples:
-  ampipe bench --grid cpu-small --link 200mbit --degrees 1,2,4,8 --json bench.json
+  ampipe bench --grid cpu-small --link 200mbit --json bench.json
       two ranks over a real 200 Mbit/s network between network namespaces (needs root)
   ampipe bench --grid cpu-small --link emulated:200mbit:50us
       the same without root: every all-to-all, of both layers, takes as much longer
@@ -75,29 +78,23 @@ machine was. A speedup that is nearer to 1 than its spread is marked as no diffe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe bench``."""
-    add, positive = adder(parser), at_least(1)
+    add = adder(parser)
     add("--grid", "NAME|FILE", "blocks to measure: a file or a name in configs/bench", default="cpu-small")
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
+    _add_variants(add)
+    _add_repeats(add)
+    _add_outputs(add)
+
+
+def _add_variants(add: Callable[..., None]) -> None:
+    """What is compared: all combinations."""
     chunks = "numbers of chunks; 4:2 is 4 forward and 2 backward"
-    add("--degrees", "N,N", chunks, type=several(_degree), default="1,2,4,8")
+    add("--degrees", "N,N", chunks, type=several(_degree), default=DEGREES)
     schedules = several(matching("|".join(SCHEDULE_NAMES), "ampipe"))
     add("--schedules", "S,S", f"of {', '.join(SCHEDULE_NAMES)}", type=schedules, default="moe-only,ampipe")
-    add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
-    add("--warmup", "N", "passes before those", type=at_least(0), default=2)
-    add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
-    pretend = (
-        "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
-        "the default where there are fewer GPUs than ranks"
-    )
-    add("--pretend-peers", None, pretend, action="store_true")
-    end_to_end = (
-        "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
-        "--warmup ones"
-    )
-    add("--end-to-end", None, end_to_end, action="store_true")
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
-    add("--layers", "N", layers, type=positive)
+    add("--layers", "N", layers, type=at_least(1))
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
     add("--stack", "N,N", stacks, default="1,all")
     memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
@@ -113,9 +110,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     orders = " or ".join(PARTNER_ORDERS)
     partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
     add("--partner", "P,P", partners, type=several(matching("|".join((OFF, *PARTNER_ORDERS)), OFF)))
+
+
+def _add_repeats(add: Callable[..., None]) -> None:
+    """How it is measured, and how often."""
+    positive = at_least(1)
+    add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
+    add("--warmup", "N", "passes before those", type=at_least(0), default=2)
+    add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
+    pretend = (
+        "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
+        "the default where there are fewer GPUs than ranks"
+    )
+    add("--pretend-peers", None, pretend, action="store_true")
+    end_to_end = (
+        "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
+        "--warmup ones"
+    )
+    add("--end-to-end", None, end_to_end, action="store_true")
     add("--micro-batches", "N", "with --end-to-end: of each rank in an iteration (default: 2)", type=positive)
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
+
+
+def _add_outputs(add: Callable[..., None]) -> None:
+    """What is written and shown."""
     add("--json", "FILE", "write all samples, versions and hardware after every case", type=Path)
     add("--predict", "FILE", "show what the planner predicts from this file of ampipe profile")
     add("--from", "FILE", "show these results; measure nothing", type=Path, dest="sources", nargs="+")
@@ -221,7 +240,7 @@ def _time_blocks(
     finished: Callable[[Report], None],
 ) -> None:
     """Time blocks; ``finished`` is called with each entry of ``cases``."""
-    reports: list[dict[int, Report]] = [{} for _ in job.cases]
+    reports: list[dict[int, CaseReport]] = [{} for _ in job.cases]
 
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":
@@ -365,5 +384,5 @@ def _degree(word: str) -> Pipeline:
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{word!r} is no whole number of at least 1, and no pair of which one divides the other; write "
-            "for example 1,2,4,8, or 4:2 for a backward pass of degree 2"
+            f"for example {DEGREES}, or 4:2 for a backward pass of degree 2"
         ) from None

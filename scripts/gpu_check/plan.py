@@ -165,7 +165,7 @@ _BENCHES = (
 _PARTNERS_CASE = ("mixtral", "mixtral-4k")
 _PARTNERS_START_S, _PARTNERS_KIND_S = 40.0, 6.0
 """Of the step that times several layers: before any kind of step, and for each of them. On an H200 32 and 4.5
-(docs/measured/gpu-check-h200.json)."""
+(docs/measured/results/gpu-check-h200.json)."""
 _PROFILE_S, _ATTENTION_S, _TRAINING_S, _QUEUES_S = 45.0, 40.0, 150.0, 170.0
 _CASES_S = {2: 150.0, 4: 120.0}
 """Seconds for all cases of so many ranks."""

@@ -18,7 +18,7 @@ from tests.conftest import Command
 from tests.forked import REPOSITORY
 from tests.unit.test_routing import RECORD, eight_experts, written
 
-MEASURED = REPOSITORY / "docs" / "measured"
+MEASURED = REPOSITORY / "docs" / "measured" / "results"
 OVER_DEGREES, BARS, TRAINING = (
     MEASURED / f"{name}.json"
     for name in ("cpu-small-200mbit", "nodes-50mbit-400mbit", "layers-training-200mbit")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,9 +106,9 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         input_split_sizes: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> Any:
+    ) -> _InTurn | None:
         group = _or_world(group)
-        splits = output_split_sizes, input_split_sizes
+        splits = _as_list(output_split_sizes), _as_list(input_split_sizes)
         received = _foreign_bytes(output, splits[0], group)
         sent = _foreign_bytes(input, splits[1], group)
         works: tuple[Callable[[], object], ...]
@@ -118,6 +117,7 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
             works = (lambda: occupy(sent, received), lambda: mirror(output, input, *splits, group=group))
         else:
             work = exchange(output, input, *splits, group=group, async_op=True)
+            assert work is not None, "this rank is in the group"
             works = (work.wait, lambda: occupy(sent, received))
         return _handle(works, async_op)
 
@@ -126,17 +126,19 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         input_tensor: Tensor,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> Any:
+    ) -> dist.Work | _InTurn | None:
         if input_tensor.is_floating_point():
             return gather(output_tensor, input_tensor, group=group, async_op=async_op)
         work = gather(output_tensor, input_tensor, group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
         return _handle((work.wait, emulation.delay), async_op)
 
-    dist.all_to_all_single = all_to_all_single
+    # A handle is no torch.distributed.Work, and has what is used of one.
+    dist.all_to_all_single = all_to_all_single  # type: ignore[assignment]
     if pretended:
-        dist.all_gather_into_tensor = emulation.gather_counts
+        dist.all_gather_into_tensor = emulation.gather_counts  # type: ignore[assignment]
     elif link.skew_s:
-        dist.all_gather_into_tensor = all_gather_into_tensor
+        dist.all_gather_into_tensor = all_gather_into_tensor  # type: ignore[assignment]
     return emulation
 
 
@@ -182,7 +184,7 @@ class _InTurn:
     def __init__(self, works: Sequence[Callable[[], object]]) -> None:
         self._works = tuple(works)
 
-    def wait(self, *_: Any) -> bool:
+    def wait(self, *_: object) -> bool:
         works, self._works = self._works, ()
         for work in works:
             work()
