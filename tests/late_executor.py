@@ -6,7 +6,7 @@ from megatron_ampipe.plan.moments import IN_FLIGHT
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import RunCall, finish
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.streams import Crossing
+from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule.stage_kind import COMPUTE
 
@@ -22,7 +22,9 @@ class LateExecutor:
     # Slots are freed as with lanes on threads.
     threads = True
 
-    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+    def execute(
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: CommMemory | None = None
+    ) -> None:
         """Every call once."""
         lanes: defaultdict[str, deque[tuple[int, Transfer | None]]] = defaultdict(deque)
 

@@ -30,7 +30,7 @@ from megatron_ampipe.launch import host
 
 host.install()
 
-from megatron_ampipe.layers.linear_layers import linears_of, weights_apart  # noqa: E402
+from megatron_ampipe.layers.linear_layers import delay_wgrad, linears_of  # noqa: E402
 from megatron_ampipe.runtime.segment import (  # noqa: E402
     BlockParameters,
     GradientSums,
@@ -180,7 +180,7 @@ def gradients(layer: Any, rows: Tensor, gradient: Tensor, *counts: Any, apart: b
         def run(
             given: Tensor, scale: float = chunk + 1.0, products: WeightProducts = products
         ) -> tuple[Tensor, ...]:
-            with weights_apart([layer], products) if apart else contextlib.nullcontext():
+            with delay_wgrad([layer], products) if apart else contextlib.nullcontext():
                 return (layer(given * scale, *counts, is_first_microbatch=False),)
 
         segments.append((Segment(run, [rows]), products if apart else None))

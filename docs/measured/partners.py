@@ -301,7 +301,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         predictor = Predictor(block, read_cluster(find_cluster("a800x8-20gbps")), num_layers=LAYERS)
         both = both_passes(predictor, Partner())
         stages = both.compiled.stages
-        directions = ["forward" if stage.ahead else "backward" for stage in stages]
+        directions = ["forward" if stage.of_next_microbatch else "backward" for stage in stages]
         durations = [
             statistics.fmean(times.get((stage.name, way), [0.0]))
             for stage, way in zip(stages, directions, strict=True)

@@ -462,7 +462,7 @@ def check_given(given: Mapping[str, Any]) -> None:
         setting = SETTING[name]
         if "plan" in given and setting.in_plan:
             remedy = f"Leave {setting.flag} or --ampipe-plan out."
-            raise setting.refuse(value, f"conflicts with the plan {given['plan']}, which says it", remedy)
+            raise setting.refuse(value, f"the plan {given['plan']} already sets this", remedy)
         if setting.with_auto is not None and given.get("degree") == AUTO:
             remedy = f"Leave {setting.flag} out, or name the degree: --ampipe-degree 2."
             raise setting.refuse(value, setting.with_auto, remedy)

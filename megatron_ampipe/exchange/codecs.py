@@ -28,7 +28,7 @@ from megatron_ampipe.schedule import Direction
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class TransferId:
     """Identifies the transfer for which a wire is called."""
 
     layer: int
@@ -48,7 +48,7 @@ class Wire(Protocol):
     so that the result does not depend on the placement of experts.
     """
 
-    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
+    def encode(self, rows: Tensor, trip: TransferId) -> Sequence[Tensor]:
         """Encode ``rows [T, D]``, without changing them.
 
         Returns tensors ``[T, ...]`` whose row ``t`` depends on row ``t`` only, because rows go to different
@@ -56,17 +56,17 @@ class Wire(Protocol):
         some settings of memory and recompute send rows twice.
         """
 
-    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
+    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: TransferId) -> None:
         """Decode received tensors of other ranks' :meth:`encode` into ``out`` ``[T, D]``."""
 
 
 class Bf16Wire:
     """Rows in bf16: half of the bytes of fp32. Relative error of a value at most 2**-8."""
 
-    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
+    def encode(self, rows: Tensor, trip: TransferId) -> Sequence[Tensor]:
         return (rows.bfloat16(),)
 
-    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
+    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: TransferId) -> None:
         out.copy_(parts[0])
 
 
@@ -80,7 +80,7 @@ class Fp8Wire:
     _LARGEST = torch.finfo(torch.float8_e4m3fn).max
     _SCALE_BYTES = 4
 
-    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
+    def encode(self, rows: Tensor, trip: TransferId) -> Sequence[Tensor]:
         """One tensor ``[T, D + 4]`` of bytes, the values and then the scale in fp32."""
         wide = rows.float()
         largest = wide.abs().amax(dim=1, keepdim=True)
@@ -90,7 +90,7 @@ class Fp8Wire:
         values = (wide / scale).clamp(-self._LARGEST, self._LARGEST).to(torch.float8_e4m3fn)
         return (torch.cat([values.view(torch.uint8), scale.view(torch.uint8)], dim=1),)
 
-    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
+    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: TransferId) -> None:
         values = parts[0][:, : -self._SCALE_BYTES].view(torch.float8_e4m3fn)
         scale = parts[0][:, -self._SCALE_BYTES :].contiguous().view(torch.float32)
         out.copy_(values.float().mul_(scale))
@@ -115,7 +115,7 @@ class WireCodec:
 
     uses: Sequence[Tensor] = ()
 
-    def __init__(self, wire: Wire, trip: Trip) -> None:
+    def __init__(self, wire: Wire, trip: TransferId) -> None:
         self._wire, self._trip = wire, trip
 
     @torch.no_grad()

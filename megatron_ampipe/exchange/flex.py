@@ -37,7 +37,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
     """
 
     num_spare: ClassVar = 0
-    told: tuple[int, list[int]] | None = None
+    splits: tuple[int, list[int]] | None = None
     """The received counts: ``R``, and the tokens of each local expert; as in ``AllToAllChunk``."""
     _transport: DeepEPTransport | HybridEPTransport | None = None
     _stock: MoEFlexTokenDispatcher | None = None
@@ -82,7 +82,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
         tokens, token_probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
         token_probs = token_probs.float()
         self._hidden_bytes = fused_a2a.get_hidden_bytes(tokens)
-        if self.told is None and not counts_inside(self.config):
+        if self.splits is None and not counts_inside(self.config):
             manager = self._comm_manager
             to_experts, _ = to_multihot(manager.token_indices, token_probs, num_experts=manager.num_experts)
             to_ranks = to_experts.unflatten(1, (-1, self.num_local_experts)).any(dim=2)
@@ -102,12 +102,12 @@ class FlexChunk(MoEFlexTokenDispatcher):
                 return self._transport
             find_buffer = fused_a2a.get_buffer
             if not counts_inside(self.config):
-                find_buffer, self.told = told_buffer, self.told or self._read(self._gathered)
+                find_buffer, self.splits = buffer_with_splits, self.splits or self._read(self._gathered)
             self._transport = DeepEPTransport(
                 find_buffer(manager.group, self._hidden_bytes),
                 manager.token_indices,
                 num_experts=manager.num_experts,
-                told=self.told,
+                splits=self.splits,
             )
         return self._transport
 
@@ -145,7 +145,7 @@ class DeepEPBuffer(Protocol):
 _told_buffer: DeepEPBuffer | None = None
 
 
-def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> DeepEPBuffer:
+def buffer_with_splits(group: dist.ProcessGroup, hidden_bytes: int) -> DeepEPBuffer:
     """The buffer for dispatches that are given the number of received rows, created as Megatron's own.
 
     It is separate because a buffer has one counter on the host, for which the stock layers wait.
@@ -174,8 +174,8 @@ class DeepEPTransport:
     """Sends tokens through DeepEP, and keeps the handle of a chunk. The issuing stream orders the calls.
 
     ``buffer`` is a ``deep_ep.Buffer``, which copies received rows to new tensors, so chunks share no memory.
-    ``experts [T, K]`` int64 are the experts of each token, -1 for none. ``told``, within a node, is ``R`` and
-    the number of received tokens for each local expert. Without it the first dispatch blocks the host.
+    ``experts [T, K]`` int64 are the experts of each token, -1 for none. ``splits``, within a node, is ``R``
+    and the number of received tokens for each local expert. Without it the first dispatch blocks the host.
     """
 
     received_experts: Tensor
@@ -192,11 +192,11 @@ class DeepEPTransport:
         experts: Tensor,
         *,
         num_experts: int,
-        told: tuple[int, Sequence[int]] | None = None,
+        splits: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         self._buffer, self._experts, self._num_experts = buffer, experts, num_experts
-        if told is not None:
-            self._num_received, self.tokens_per_expert = told
+        if splits is not None:
+            self._num_received, self.tokens_per_expert = splits
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """Send tokens ``[T, D]`` and fp32 probabilities ``[T, K]``, received as ``[R, D]`` and ``[R, K]``.
@@ -212,7 +212,7 @@ class DeepEPTransport:
         )
         num_received = self._num_received
         # 0 means an unknown number to DeepEP, so 1 row is received that no rank has sent.
-        told = {} if num_received is None else {"num_worst_tokens": max(1, num_received)}
+        limits = {} if num_received is None else {"num_worst_tokens": max(1, num_received)}
         received, experts, weights, counted, self._handle, _ = self._buffer.dispatch(
             tokens.contiguous(),
             topk_idx=self._experts,
@@ -221,7 +221,7 @@ class DeepEPTransport:
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=goes_to,
             num_tokens_per_expert=per_expert,
-            **told,
+            **limits,
         )
         self.received_experts = experts[:num_received]
         if num_received is None:

@@ -26,22 +26,22 @@ NOT_ROUTED = float("-inf")
 """The probability of an expert that does not get the token; no router returns it."""
 
 
-def places_of(routing_map: Tensor, num_places: int) -> Tensor:
+def destination_mask(routing_map: Tensor, num_destinations: int) -> Tensor:
     """The places (ranks or nodes) with experts of each token: ``[T, E]`` bool to ``[T, places]``."""
-    by_place: Tensor = routing_map.unflatten(1, (num_places, -1))
+    by_place: Tensor = routing_map.unflatten(1, (num_destinations, -1))
     return by_place.any(dim=2)
 
 
-def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
+def copies_for(to_destinations: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
     """For each copy of a row, place by place: its row ``[C]``, and its flat index in ``[T, places]``."""
-    num_rows, num_places = to_places.shape
+    num_rows, num_destinations = to_destinations.shape
     # A stable sort puts marked entries first, in order, without a wait for their number.
-    marks = to_places.T.reshape(-1).argsort(stable=True, descending=True)[:num_copies]
+    marks = to_destinations.T.reshape(-1).argsort(stable=True, descending=True)[:num_copies]
     rows = marks % max(1, num_rows)
-    return rows, rows * num_places + marks // max(1, num_rows)
+    return rows, rows * num_destinations + marks // max(1, num_rows)
 
 
-def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None = None) -> Tensor:
+def transpose_splits(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None = None) -> Tensor:
     """Reorder ``[R, ...]``, parts of the sizes ``rows [A][B]``, from order ``[A][B]`` into ``[B][A]``."""
     parts, count = tensor.split_with_sizes([size for sizes in rows for size in sizes]), len(rows[0])
     return torch.cat([part for place in range(count) for part in parts[place::count]], out=out)
@@ -52,19 +52,21 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> tuple[G
 
     They are the ranks with this rank's index in all nodes, and the ranks of its node, ordered node by node.
     """
-    ranks, near = dist.get_process_group_ranks(group), 0
+    ranks, ranks_per_node = dist.get_process_group_ranks(group), 0
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in ranks]
-        near = nodes.count(nodes[0])
-    assert 1 < near < len(ranks) and nodes == sorted(nodes) and {*map(nodes.count, nodes)} == {near}, (
-        f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
-    )
-    node, place = divmod(group.rank(), near)
-    first = node * near
+        ranks_per_node = nodes.count(nodes[0])
+    assert (
+        1 < ranks_per_node < len(ranks)
+        and nodes == sorted(nodes)
+        and {*map(nodes.count, nodes)} == {ranks_per_node}
+    ), f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
+    node, place = divmod(group.rank(), ranks_per_node)
+    first = node * ranks_per_node
     # New groups even if an existing group has the same ranks, because each lane needs its own.
     return (
-        GroupRequest(group, "between nodes", tuple(ranks[place::near])),
-        GroupRequest(group, "within a node", tuple(ranks[first : first + near])),
+        GroupRequest(group, "between nodes", tuple(ranks[place::ranks_per_node])),
+        GroupRequest(group, "within a node", tuple(ranks[first : first + ranks_per_node])),
     )
 
 
@@ -86,7 +88,7 @@ class SortHop:
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
         """Reorder each ``[R, ...]`` from node order into rank order."""
-        return tensors if combine else [turned(part, self._by_node) for part in tensors]
+        return tensors if combine else [transpose_splits(part, self._by_node) for part in tensors]
 
     def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
         """Reorder each ``[R, ...]`` back into node order."""
@@ -96,7 +98,7 @@ class SortHop:
 
         def fill() -> None:
             for part, output in zip(received, outputs, strict=True):
-                turned(part, self._by_rank, out=output)
+                transpose_splits(part, self._by_rank, out=output)
 
         return outputs, fill
 
@@ -120,7 +122,7 @@ class SumHop:
         rows, *probs = tensors
         if not self.uses:
             self._num_rows = probs[0].shape[0]
-            to_ranks = places_of(probs[0] != NOT_ROUTED, self._ranks).to(torch.uint8)
+            to_ranks = destination_mask(probs[0] != NOT_ROUTED, self._ranks).to(torch.uint8)
             self.uses = copies_for(to_ranks, sum(self.transport.input_splits))
         copied, columns = self.uses
         parts = [self._by_rank(part).index_select(0, columns) for part in probs]

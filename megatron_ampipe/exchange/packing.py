@@ -2,9 +2,9 @@
 
 These classes replace Megatron's token dispatchers and have the same method names. They use Megatron's
 permutations; the collectives are stages of the schedule. Megatron's dispatcher sends a token ``K`` times.
-With ``once`` (``--ampipe-exchange ranks`` and ``nodes``), a row is sent once to every rank, or node, that has
-an expert of the token, with the probabilities of the experts there. The rank of the experts copies it for
-them, adds their weighted outputs, and returns one row. Gradients are sent the same way.
+With ``dedup_copies`` (``--ampipe-exchange ranks`` and ``nodes``), a row is sent once to every rank, or node,
+that has an expert of the token, with the probabilities of the experts there. The rank of the experts copies
+it for them, adds their weighted outputs, and returns one row. Gradients are sent the same way.
 
 Each chunk in flight has a copy of the layer's object, whose attributes hold the state of the chunk.
 """
@@ -22,7 +22,14 @@ from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_ampipe.exchange.hops import NOT_ROUTED, SortHop, SumHop, copies_for, places_of, turned
+from megatron_ampipe.exchange.hops import (
+    NOT_ROUTED,
+    SortHop,
+    SumHop,
+    copies_for,
+    destination_mask,
+    transpose_splits,
+)
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import HostCopy, copy_to_device
 from megatron_ampipe.runtime.groups import GroupRequest, made_group
@@ -66,7 +73,7 @@ Pieces = list[list[int]] | Tensor
 """Numbers of rows ``[A][B]``, or ``[A, B]`` on the device if a fused kernel sorts rows there."""
 
 
-class ToldCounts(NamedTuple):
+class HostSplits(NamedTuple):
     """The exchanged counts of a chunk, on the host, and the transports that follow from them."""
 
     num_prepared: int
@@ -86,13 +93,14 @@ class ToldCounts(NamedTuple):
 class AllToAllChunk:
     """The all-to-all dispatcher of one chunk: sends a token only to the ranks of its experts.
 
-    Created as Megatron's dispatchers. ``once``: a token is sent once to each place, which is a node with two
-    hops, else a rank. ``nodes`` are the groups of two hops (:func:`.hops.node_groups`).
+    Created as Megatron's dispatchers. ``dedup_copies``: a token is sent once to each place, which is a node
+    with two hops, else a rank. ``nodes`` are the groups of two hops (:func:`.hops.node_groups`).
     ``has_fixed_choices``: the router gives every token ``topk`` experts. :attr:`counts` are ``[E]`` int64,
-    this rank's tokens per expert; with ``once``, the rows per node (with two hops) and per rank follow.
+    this rank's tokens per expert; with ``dedup_copies``, the rows per node (with two hops) and per rank
+    follow.
     """
 
-    told: ToldCounts | None = None
+    splits: HostSplits | None = None
     """Set by :meth:`transport`; a recompute of the chunk gets the one of the first run."""
 
     def __init__(
@@ -102,7 +110,7 @@ class AllToAllChunk:
         *,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
-        once: bool = False,
+        dedup_copies: bool = False,
         nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         has_fixed_choices: bool = True,
     ) -> None:
@@ -110,8 +118,8 @@ class AllToAllChunk:
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
         self._num_local, self._group, self._nodes = num_local_experts, pg_collection.ep, nodes
         self._num_ranks, self._shares = self._group.size(), pg_collection.expt_tp
-        self._num_places = nodes[0].size() if nodes else self._num_ranks
-        self._once, self._has_fixed_choices = once, has_fixed_choices
+        self._num_destinations = nodes[0].size() if nodes else self._num_ranks
+        self._dedup_copies, self._has_fixed_choices = dedup_copies, has_fixed_choices
         self.counts_group = pg_collection.tp_ep
         """The ranks that exchange :attr:`counts`."""
 
@@ -127,28 +135,30 @@ class AllToAllChunk:
         """Permute and count the rows to send of ``[rows, B, D]``; map and probabilities are ``[T, E]``.
 
         Returns ``[M, D]``, sorted by expert (or place) and then by token, followed by spare rows; and their
-        probabilities ``[M]``. With ``once``, probabilities are ``[M, experts of the place]``, minus infinity
-        for an expert that does not get the token.
+        probabilities ``[M]``. With ``dedup_copies``, probabilities are ``[M, experts of the place]``, minus
+        infinity for an expert that does not get the token.
         """
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
-        to_places = places_of(routing_map, self._num_places) if self._once else routing_map
-        num_tokens, num_places = to_places.shape
-        if self.told is not None:
-            num_rows = self.told.num_prepared
+        to_destinations = (
+            destination_mask(routing_map, self._num_destinations) if self._dedup_copies else routing_map
+        )
+        num_tokens, num_destinations = to_destinations.shape
+        if self.splits is not None:
+            num_rows = self.splits.num_prepared
         else:
-            self.counts = by_place = to_places.sum(dim=0)
-            if self._once:
-                to_ranks = [places_of(routing_map, self._num_ranks).sum(dim=0)] if self._nodes else []
+            self.counts = by_place = to_destinations.sum(dim=0)
+            if self._dedup_copies:
+                to_ranks = [destination_mask(routing_map, self._num_ranks).sum(dim=0)] if self._nodes else []
                 self.counts = torch.cat([routing_map.sum(dim=0), by_place, *to_ranks])
-            num_rows = num_tokens * min(self._config.moe_router_topk, num_places)
+            num_rows = num_tokens * min(self._config.moe_router_topk, num_destinations)
             if not self._has_fixed_choices:
                 # The host waits for the device here.
                 num_rows = int(by_place.sum())
-        self._packed = Permutation(to_places, num_rows, fused=self._fused)
-        if not self._once:
+        self._packed = Permutation(to_destinations, num_rows, fused=self._fused)
+        if not self._dedup_copies:
             return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]), probs)
-        _, chosen = copies_for(to_places, num_rows)
-        place_probs = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * num_places, -1)
+        _, chosen = copies_for(to_destinations, num_rows)
+        place_probs = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * num_destinations, -1)
         return self.tokens_again(hidden_states), place_probs.index_select(0, chosen)
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
@@ -161,18 +171,18 @@ class AllToAllChunk:
 
     def transport(self) -> RowTransport:
         """The token exchange of the chunk, or the first of its two hops."""
-        if self.told is None:
-            self.told = self._read(self._gathered)
+        if self.splits is None:
+            self.splits = self._read(self._gathered)
             del self._gathered
-        return self.told.transport
+        return self.splits.transport
 
     @property
     def num_spare(self) -> int:
         """Number of spare rows, which are the last ones and are not sent; valid after :meth:`transport`."""
-        assert self.told is not None
-        return self.told.num_prepared - sum(self.told.transport.input_splits)
+        assert self.splits is not None
+        return self.splits.num_prepared - sum(self.splits.transport.input_splits)
 
-    def _read(self, gathered: HostCopy) -> ToldCounts:
+    def _read(self, gathered: HostCopy) -> HostSplits:
         """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
         own, share, nodes = self._group.rank(), self._shares.rank(), self._nodes
         ranks, shares, experts = self._num_ranks, self._shares.size(), self._config.num_moe_experts
@@ -180,40 +190,45 @@ class AllToAllChunk:
         counts = gathered.wait().numpy().reshape(ranks, shares, -1)
         to_experts = counts[:, :, :experts]
         to_ranks = counts[:, :, -ranks:]
-        if not self._once:
+        if not self._dedup_copies:
             to_ranks = to_experts.reshape(ranks, shares, ranks, -1).sum(3)
         here, rows = to_experts[:, :, self._experts], to_ranks[:, share]
         hop: SortHop | SumHop | None = None
         if nodes is None:
-            group, to_places, arriving = self._group, rows[own], rows[:, own]
+            group, to_destinations, arriving = self._group, rows[own], rows[:, own]
         else:
             group, node_group = nodes
-            node, place, count, near = group.rank(), node_group.rank(), group.size(), node_group.size()
+            node, place, count, ranks_per_node = (
+                group.rank(),
+                node_group.rank(),
+                group.size(),
+                node_group.size(),
+            )
             # [source's node, source's place, node, place]
-            rows = rows.reshape(count, near, count, near)
+            rows = rows.reshape(count, ranks_per_node, count, ranks_per_node)
             to_nodes = rows.sum(3)
-            if self._once:
-                to_nodes = counts[:, share, experts:-ranks].reshape(count, near, count)
-            to_places, arriving = to_nodes[node, place], to_nodes[:, place, node]
+            if self._dedup_copies:
+                to_nodes = counts[:, share, experts:-ranks].reshape(count, ranks_per_node, count)
+            to_destinations, arriving = to_nodes[node, place], to_nodes[:, place, node]
             forwarded, received = rows[:, place, node], rows[:, :, node, place].sum(0)
-            kind, forwarded = (SumHop, forwarded.sum(0)) if self._once else (SortHop, forwarded)
+            kind, forwarded = (SumHop, forwarded.sum(0)) if self._dedup_copies else (SortHop, forwarded)
             hop = kind(forwarded.tolist(), received.tolist(), node_group)
             # In the order of arrival: by place, then by node.
-            here = here.reshape(count, near, shares, -1).swapaxes(0, 1)
-        input_splits = to_places.tolist()
+            here = here.reshape(count, ranks_per_node, shares, -1).swapaxes(0, 1)
+        input_splits = to_destinations.tolist()
         gather: RowTransport | None = None
         pieces: tuple[Pieces, Pieces] | None = None
         if shares > 1:
             share_rows = to_ranks[:, :, own].sum(0).tolist()
             gather = RowTransport(UNEQUAL_GATHER, (share_rows[share],), share_rows, self._shares)
-        if not self._once and self._num_local > 1:
+        if not self._dedup_copies and self._num_local > 1:
             by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
             on_host = by_source.tolist()
             pieces = on_host, by_source.T.tolist()
             if self._fused:
                 on_device = copy_to_device(torch.tensor(on_host), gathered.on_device.device)
                 pieces = on_device, on_device.T.contiguous()
-        return ToldCounts(
+        return HostSplits(
             self._packed.num_rows,
             RowTransport(ALL_TO_ALL, input_splits, arriving.tolist(), group),
             hop,
@@ -228,25 +243,25 @@ class AllToAllChunk:
         Returns ``[copies, D]``, sorted by expert; the number of rows of each expert ``[L]``, on the host; and
         the probabilities ``[copies]``. Can run a second time.
         """
-        assert self.told is not None
-        per_expert = self.told.tokens_per_expert
-        if self._once:
+        assert self.splits is not None
+        per_expert = self.splits.tokens_per_expert
+        if self._dedup_copies:
             self._copied = Permutation(~probs.isneginf(), int(per_expert.sum()), fused=self._fused)
             rows, probs = self._copied.rows(rows, probs)
-        elif self.told.pieces is not None:
-            rows, sorted_probs = self._sorted(rows, self.told.pieces[0], probs)
+        elif self.splits.pieces is not None:
+            rows, sorted_probs = self._sorted(rows, self.splits.pieces[0], probs)
             assert sorted_probs is not None
             return rows, per_expert, sorted_probs
         return rows, per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sort weighted expert outputs ``[copies, D]`` back to ``[R, D]``; with ``once``, add them."""
-        if self._once:
+        """Sort weighted expert outputs ``[copies, D]`` to ``[R, D]``; with ``dedup_copies``, add them."""
+        if self._dedup_copies:
             return self._copied.sums(hidden_states)
-        assert self.told is not None
-        if self.told.pieces is None:
+        assert self.splits is not None
+        if self.splits.pieces is None:
             return hidden_states
-        return self._sorted(hidden_states, self.told.pieces[1])[0]
+        return self._sorted(hidden_states, self.splits.pieces[1])[0]
 
     def _sorted(
         self, rows: Tensor, pieces: Pieces, probs: Tensor | None = None
@@ -261,7 +276,7 @@ class AllToAllChunk:
             )
             return ordered
         sizes: list[list[int]] = pieces  # type: ignore[assignment]  # on the host
-        return turned(rows, sizes), turned(probs, sizes) if probs is not None else None
+        return transpose_splits(rows, sizes), transpose_splits(probs, sizes) if probs is not None else None
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Unpermute and add the returned rows (as many as were sent, maybe none), to ``[rows, B, D]``."""
@@ -286,7 +301,7 @@ class AllGatherChunk:
     """The all-gather dispatcher of one chunk: sends all tokens to every rank; counts are the routing map."""
 
     num_spare: ClassVar = 0
-    told: tuple[Tensor, HostCopy, RowTransport] | None = None
+    splits: tuple[Tensor, HostCopy, RowTransport] | None = None
     """The routing map of all ranks, the number of tokens of each local expert, and the transport."""
 
     def __init__(
@@ -319,17 +334,17 @@ class AllGatherChunk:
 
     def transport(self) -> RowTransport:
         """The transport of the chunk; also starts copying the experts' token counts to the host."""
-        if self.told is None:
+        if self.splits is None:
             num_rows = len(self._gathered) // self._group.size()
             counts = HostCopy(self._gathered[:, self._experts].sum(dim=0))
-            self.told = self._gathered, counts, all_gather(num_rows, self._group)
+            self.splits = self._gathered, counts, all_gather(num_rows, self._group)
             del self._gathered
-        return self.told[2]
+        return self.splits[2]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """As in the stock dispatcher, without waiting for the device; can run a second time."""
-        assert self.told is not None
-        routing_map, counts, _ = self.told
+        assert self.splits is not None
+        routing_map, counts, _ = self.splits
         tokens_per_expert = counts.wait()
         local = routing_map[:, self._experts].contiguous()
         self._sorted = Permutation(local, int(tokens_per_expert.sum()), fused=self._fused)

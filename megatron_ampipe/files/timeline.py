@@ -41,13 +41,13 @@ class StageSpan:
     begin_us: float
     """In microseconds on this rank's clock, as ``end_us``."""
     end_us: float
-    ahead: bool = False
+    of_next_microbatch: bool = False
     """Whether it is a forward stage of the next micro-batch that a backward pass runs."""
 
     @property
     def program(self) -> str:
         """The direction of the pass that ran it."""
-        return "backward" if self.ahead else self.direction
+        return "backward" if self.of_next_microbatch else self.direction
 
     @property
     def chunk(self) -> int | None:
@@ -144,7 +144,7 @@ class Timeline:
                 "pid": self.rank,
                 "tid": span.lane,
                 "args": {"layer": span.layer, "iteration": span.iteration}
-                | ({"ahead": 1} if span.ahead else {}),
+                | ({"ahead": 1} if span.of_next_microbatch else {}),
             }
             for span in self.spans
         ]
@@ -199,5 +199,5 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
         iteration=int(event["args"]["iteration"]),
         begin_us=begin_us,
         end_us=begin_us + duration_us,
-        ahead=bool(event["args"].get("ahead")),
+        of_next_microbatch=bool(event["args"].get("ahead")),
     )

@@ -133,10 +133,10 @@ class PlacedReductions(Hook):
     def models_built(self, models: list[Any]) -> None:
         for model in models:
             for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-                hold_back(group, self._reductions)
+                defer_grad_sync(group, self._reductions)
 
 
-def hold_back(group: Any, reductions: Reductions) -> None:
+def defer_grad_sync(group: Any, reductions: Reductions) -> None:
     """Make a ``_ParamAndGradBucketGroup`` of Megatron request its reduction instead of starting it."""
     start_now, finish_now = group.start_grad_sync, group.finish_grad_sync
     finishing = False

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.planned import packs_documents
-from megatron_ampipe.launch.run import LIFTS_ONE_CONNECTION
+from megatron_ampipe.launch.run import RELAXES_MAX_CONNECTIONS_CHECK
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule.pipeline import Pipeline
 
@@ -66,7 +66,7 @@ class PartneredSteps(Hook):
 
     def _switch(self, *, on: bool) -> None:
         for settings in (self._args, *map(get_model_config, self._models)):
-            setattr(settings, LIFTS_ONE_CONNECTION, on)
+            setattr(settings, RELAXES_MAX_CONNECTIONS_CHECK, on)
 
     def _plan(self, model: Any, *args: Any, **kwargs: Any) -> MicroBatch:
         if packs_documents(self._args) and kwargs.get("packed_seq_params") is None:

@@ -53,7 +53,7 @@ SWITCHED_OFF: Mapping[str, str] = {
 }
 """Flags of Megatron that are switched off if layers are pipelined, with what AMPipe does instead. The run
 computes the same function without them."""
-LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
+RELAXES_MAX_CONNECTIONS_CHECK = "overlap_moe_expert_parallel_comm"
 """This argument is set for every pipelined run while Megatron validates its arguments. Megatron requires
 ``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor or context parallelism on Hopper and older GPUs. If this overlap
 of the all-to-alls is on, it only prints a warning, which is right for AMPipe's overlap too. ``launch.script``
@@ -139,7 +139,7 @@ def prepare_arguments(args: argparse.Namespace, run: Run) -> None:
         args.ampipe_memory = run.settings.memory
     if _PARTNER_FLAG in run.disabled_flags and run.settings.partner:
         args.ampipe_partner = True
-    setattr(args, LIFTS_ONE_CONNECTION, True)
+    setattr(args, RELAXES_MAX_CONNECTIONS_CHECK, True)
     connections.set_default()
 
 

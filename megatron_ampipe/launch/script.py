@@ -29,7 +29,7 @@ from megatron_ampipe.launch.ending import (
     report_parser_errors,
     run_to_end,
 )
-from megatron_ampipe.launch.run import LIFTS_ONE_CONNECTION, Run, prepare_arguments, requested
+from megatron_ampipe.launch.run import RELAXES_MAX_CONNECTIONS_CHECK, Run, prepare_arguments, requested
 
 _session: TrainingSession | None = None
 """The session of this process; in a patched tree, created when a wrapped function is first called."""
@@ -240,8 +240,8 @@ class TrainingSession:
             compat.require_peers()
         run = self.requested or requested(args)
         if run.pipelined:
-            # Megatron has validated its arguments, see LIFTS_ONE_CONNECTION.
-            setattr(args, LIFTS_ONE_CONNECTION, False)
+            # Megatron has validated its arguments, see RELAXES_MAX_CONNECTIONS_CHECK.
+            setattr(args, RELAXES_MAX_CONNECTIONS_CHECK, False)
         own = (run.settings.router, run.settings.routing_dir)
         is_active = run.pipelined or own != (None, None) or not self.is_patch
         if is_active:

@@ -110,7 +110,7 @@ def _project_normed(
         return project(norm(hidden))
     dropped = DroppedOutput(norm)
     normed = dropped.compute(hidden)
-    with recomputed(normed, dropped.again):
+    with recomputed(normed, dropped.recompute):
         return project(normed)
 
 

@@ -32,7 +32,7 @@ from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.linear_layers import Products, expert_products, linears_of, weights_apart
+from megatron_ampipe.layers.linear_layers import Products, delay_wgrad, expert_products, linears_of
 from megatron_ampipe.layers.process_groups import possible_exchanges, row_group
 from megatron_ampipe.layers.user_changes import UserChanges
 from megatron_ampipe.runtime.block_functions import Function
@@ -178,7 +178,7 @@ class BlockModules:
             *local,
             config=self.config,
             pg_collection=groups,
-            once=not exchange.sends_every_copy,
+            dedup_copies=not exchange.sends_every_copy,
             nodes=nodes,
             has_fixed_choices=self.moe.router.has_stock_routing,
         )
@@ -301,13 +301,13 @@ class BlockModules:
         assert backward is not None
         return _bound(backward, kind)
 
-    def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
+    def delay_wgrad(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
         """See ``BlockFunctions``."""
         linears = self._linears[kind]
         if not linears:
             rule, remedy = WEIGHTS_TOGETHER
             raise BadInput("--ampipe-schedule", self.context.pipeline.name, rule=rule, remedy=remedy)
-        return weights_apart(linears, products)
+        return delay_wgrad(linears, products)
 
     @property
     def layers(self) -> tuple[TransformerLayer, ...]:

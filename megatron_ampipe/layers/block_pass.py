@@ -80,19 +80,19 @@ class BlockPass:
         self.dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
         self.condensed: dict[int, Condensed] = {}
 
-    def again(self) -> BlockPass:
+    def for_recompute(self) -> BlockPass:
         """See ``BlockState``."""
         second = copy.copy(self)
         second.is_again = True
         second._begin()
         if not self.block.dense:
             for dispatcher, second_dispatcher in zip(self.dispatchers, second.dispatchers, strict=True):
-                second_dispatcher.told = dispatcher.told
+                second_dispatcher.splits = dispatcher.splits
         return second
 
-    def drawn(self, function: Function, key: object, *, again: bool) -> Function:
+    def with_rng_state(self, function: Function, key: object, *, is_recompute: bool) -> Function:
         """See ``BlockState``."""
-        if not again:
+        if not is_recompute:
             self._states[key] = random._get_all_rng_states()
             return function
 
@@ -118,10 +118,10 @@ class BlockPass:
         """Recompute in the backward pass the output of :meth:`normed`, for a chunk or the whole sequence."""
         norms = self._normed
         if chunk in norms:
-            return norms[chunk].again()
+            return norms[chunk].recompute()
         if chunk is not None:
-            return take_rows(norms[None].again(), self.chunks[chunk].hidden)
-        parts = [norms[index].again() for index in range(len(self.chunks))]
+            return take_rows(norms[None].recompute(), self.chunks[chunk].hidden)
+        parts = [norms[index].recompute() for index in range(len(self.chunks))]
         return join(None, [part.hidden for part in self.chunks], self._num_rows, *parts)
 
     def recall(
@@ -150,14 +150,14 @@ class BlockPass:
             is_pair = isinstance(self.rotary_pos_emb, tuple)
             self.rotary_pos_emb = (tensors[0], tensors[1]) if is_pair else tensors[0]
 
-    def left_by(self, kind: StageKind, chunk: int | None) -> object:
+    def export_state(self, kind: StageKind, chunk: int | None) -> object:
         """See ``BlockState``."""
         if kind != kinds.ROUTE:
             return None
         assert chunk is not None
         return copy.copy(self.dispatchers[chunk]), self.routing.losses[chunk]
 
-    def leave(self, kind: StageKind, chunk: int | None, left: object) -> None:
+    def import_state(self, kind: StageKind, chunk: int | None, left: object) -> None:
         """See ``BlockState``."""
         assert chunk is not None and isinstance(left, tuple)
         dispatcher, self.routing.losses[chunk] = left

@@ -50,19 +50,20 @@ class AMPipeTransformerLayer(TransformerLayer):
 
     Args:
         ampipe: State shared by all pipelined layers.
-        joins_run: Whether the layer can share a schedule with the layer that was built before it.
+        shares_schedule_with_previous: Whether the layer can share a schedule with the layer that was built
+            before it.
     """
 
     def __init__(
         self,
         *args: object,
         ampipe: AMPipeContext,
-        joins_run: bool = False,
+        shares_schedule_with_previous: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
-        if not joins_run or self.is_mtp_layer:
+        if not shares_schedule_with_previous or self.is_mtp_layer:
             ampipe.run_being_built = LayerRun(ampipe)
         number = math.inf if self.is_mtp_layer else kwargs.get("layer_number", 1)
         recomputed = number <= ampipe.recomputed_layers
@@ -176,14 +177,20 @@ def pipelined(
         run_specs = list(specs)
         shares = can_share and any(map(_is_moe, run_specs))
         layers += [
-            _pipelined_layer(layer, context, shares=shares, joins_run=shares and place > 0)
+            _pipelined_layer(
+                layer, context, shares=shares, shares_schedule_with_previous=shares and place > 0
+            )
             for place, layer in enumerate(run_specs)
         ]
     return dataclasses.replace(spec, layer_specs=layers)
 
 
 def _pipelined_layer(
-    spec: ModuleSpec, context: AMPipeContext, *, shares: bool = False, joins_run: bool = False
+    spec: ModuleSpec,
+    context: AMPipeContext,
+    *,
+    shares: bool = False,
+    shares_schedule_with_previous: bool = False,
 ) -> ModuleSpec:
     is_moe = _is_moe(spec)
     if not is_moe and not shares:
@@ -197,7 +204,11 @@ def _pipelined_layer(
         raise BadInput("layer", name, rule=rule, remedy="Train with --ampipe-degree 1.")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
-        params={**spec.params, "ampipe": context, "joins_run": joins_run},
+        params={
+            **spec.params,
+            "ampipe": context,
+            "shares_schedule_with_previous": shares_schedule_with_previous,
+        },
         submodules=with_chunk_router(spec.submodules, context) if is_moe else spec.submodules,
     )
 

@@ -60,7 +60,7 @@ def _delays_weights(module: Module) -> bool:
     return hasattr(module, "is_first_microbatch") and getattr(module, "wgrad_store", None) is not None
 
 
-def weights_apart(linears: Sequence[Module], products: WeightProducts) -> AbstractContextManager[None]:
+def delay_wgrad(linears: Sequence[Module], products: WeightProducts) -> AbstractContextManager[None]:
     """A context in which these layers leave the gradients of their trained weights to ``products``."""
     values: list[tuple[Module, str, object]] = []
     for linear in linears:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_ampipe.exchange.codecs import Trip, WireCodec
-from megatron_ampipe.exchange.packing import AllToAllChunk, ToldCounts
+from megatron_ampipe.exchange.codecs import TransferId, WireCodec
+from megatron_ampipe.exchange.packing import AllToAllChunk, HostSplits
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
 from megatron_ampipe.layers.block_pass import BlockPass
@@ -173,17 +173,17 @@ def dispatch(state: BlockPass, chunks: Sequence[int], tensors: Tensors, directio
     return with_rows(transfer, [rows for rows in spare for _ in range(per_chunk)])
 
 
-def _told(state: BlockPass, chunk: int) -> ToldCounts:
+def _host_splits(state: BlockPass, chunk: int) -> HostSplits:
     """The exchanged counts of a chunk of the ``alltoall`` dispatcher."""
-    told = state.dispatchers[chunk].told
-    assert isinstance(told, ToldCounts)
-    return told
+    splits = state.dispatchers[chunk].splits
+    assert isinstance(splits, HostSplits)
+    return splits
 
 
 @runs(kinds.SPREAD, kinds.RESPREAD)
 def spread(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """Second hop of a dispatch: send tokens ``[T, D]`` and probabilities on to ranks within the node."""
-    hops = [hop for chunk in chunks if (hop := _told(state, chunk).hop) is not None]
+    hops = [hop for chunk in chunks if (hop := _host_splits(state, chunk).hop) is not None]
     combine = direction is Direction.BACKWARD
     return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
 
@@ -197,7 +197,7 @@ def collect(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction
 @runs(kinds.GATHER, kinds.REGATHER)
 def gather(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """All-gather tokens ``[T, D]`` and probabilities over the ranks that share an expert, in rank order."""
-    gathers = [rows for chunk in chunks if (rows := _told(state, chunk).gather) is not None]
+    gathers = [rows for chunk in chunks if (rows := _host_splits(state, chunk).gather) is not None]
     return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
 
@@ -291,7 +291,9 @@ def _codecs(
     if state.block.context.wire is None:
         return None
     number = state.block.moe_layer.layer_number
-    return [WireCodec(state.block.context.wire, Trip(number, chunk, stage, direction)) for chunk in chunks]
+    return [
+        WireCodec(state.block.context.wire, TransferId(number, chunk, stage, direction)) for chunk in chunks
+    ]
 
 
 @runs(kinds.EXPAND)

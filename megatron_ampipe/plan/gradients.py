@@ -199,8 +199,10 @@ class ReducedPass:
             {stage: tuple(others(stages)) for stage, stages in needs.items()},
         )
         # Reductions and all-to-alls share links if both leave the node, or both stay in it.
-        work, near = self._block, self._cluster.ranks_per_node
-        if (work.expert * work.expert_tensor > near) == (work.replicas * work.tensor > near):
+        work, ranks_per_node = self._block, self._cluster.ranks_per_node
+        if (work.expert * work.expert_tensor > ranks_per_node) == (
+            work.replicas * work.tensor > ranks_per_node
+        ):
             return compiled
         own = [(lane, stages) for lane, stages in compiled.lanes if lane != OVERLAPPED]
         contended = contention(own, compiled.stages)

@@ -222,11 +222,14 @@ class OperationTimes:
         The group has every ``apart``-th rank. Between nodes it uses the adapters of its ranks in a node: all
         adapters, as the figure was measured, or some of them, each as fast as in an all-to-all.
         """
-        time, near = self.figure(operation, ranks * apart).time_us(size), self.cluster.ranks_per_node
-        if ranks * apart <= near or apart == 1:
+        time, ranks_per_node = (
+            self.figure(operation, ranks * apart).time_us(size),
+            self.cluster.ranks_per_node,
+        )
+        if ranks * apart <= ranks_per_node or apart == 1:
             return time
         through_one = self.cluster.collective("all_to_all", across_nodes=True)
-        return max(time, through_one.time_us(size / max(1, near // apart)))
+        return max(time, through_one.time_us(size / max(1, ranks_per_node // apart)))
 
     def figure(self, operation: Operation, ranks: int) -> TransferCost:
         """The figure of a collective in a group spread over ``ranks`` ranks, maybe on several nodes."""
@@ -239,9 +242,11 @@ class OperationTimes:
         """
         work = self.block
         ranks = work.expert * work.expert_tensor
-        near = min(ranks, self.cluster.ranks_per_node)
-        nodes = -(-ranks // near)
-        links = [(False, near, work.rows_to(work.expert) * work.expert_tensor)] * (near > 1)
+        ranks_per_node = min(ranks, self.cluster.ranks_per_node)
+        nodes = -(-ranks // ranks_per_node)
+        links = [(False, ranks_per_node, work.rows_to(work.expert) * work.expert_tensor)] * (
+            ranks_per_node > 1
+        )
         links += [(True, nodes, work.rows_to(nodes))] * (nodes > 1)
         size = tokens * work.row_bytes(work.topk)
         return max(
@@ -257,14 +262,14 @@ class OperationTimes:
         if self.nodes is not None:
             nodes = self.nodes.num_nodes
             return [(cluster.collective("all_to_all", across_nodes=True), (nodes - 1) / nodes)]
-        near = min(work.expert, max(1, cluster.ranks_per_node // work.expert_tensor))
+        ranks_per_node = min(work.expert, max(1, cluster.ranks_per_node // work.expert_tensor))
         direct: Operation = "stock_all_to_all" if self._stock else "direct_all_to_all"
-        if near < work.expert and direct in (cluster.inter or {}):
+        if ranks_per_node < work.expert and direct in (cluster.inter or {}):
             # Measured with all ranks of all nodes, including the faster links.
             figure = cluster.collective(direct, across_nodes=True)
-            return [(figure, (work.expert - near) / work.expert)]
+            return [(figure, (work.expert - ranks_per_node) / work.expert)]
         links = []
-        for peers, across in ((near - 1, False), (work.expert - near, True)):
+        for peers, across in ((ranks_per_node - 1, False), (work.expert - ranks_per_node, True)):
             own = self._stock and "stock_all_to_all" in ((cluster.inter if across else cluster.intra) or {})
             operation: Operation = "stock_all_to_all" if own else "all_to_all"
             if peers:

@@ -60,7 +60,7 @@ class OrderProblem:
         self.numbers = [
             [
                 number[replace(stage, layer=layer)]
-                for layer in upwards[:: 1 if self._forward or stage.ahead else -1]
+                for layer in upwards[:: 1 if self._forward or stage.of_next_microbatch else -1]
             ]
             for stage in self.stages
         ]

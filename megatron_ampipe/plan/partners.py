@@ -34,7 +34,7 @@ DEGREES = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class PartnerPrediction:
     """A forward and a backward pass of all layers of a predictor, as one program.
 
     Attributes:
@@ -50,13 +50,15 @@ class Together:
         return both_passes(predictor, self.partner).bound_us + _around_us(predictor, self.partner)
 
 
-def best_together(predictor: Predictor, degrees: Iterable[int], *, below_us: float = NOT_YET) -> Together:
+def best_partners(
+    predictor: Predictor, degrees: Iterable[int], *, below_us: float = NOT_YET
+) -> PartnerPrediction:
     """The fastest of these degrees, with a searched order if that is faster.
 
     What is found for a degree does not depend on the others. A degree is left out only if a lower bound shows
     that it is slower than another; an order is not searched if none can be faster than ``below_us``.
     """
-    best: Together | None = None
+    best: PartnerPrediction | None = None
     for degree in degrees:
         if predictor.block.rows < degree:
             continue
@@ -66,7 +68,7 @@ def best_together(predictor: Predictor, degrees: Iterable[int], *, below_us: flo
             continue
         # Passes with several chunks are listed by default. Of equal ones the first is chosen.
         named = [partner] if degree > 1 else [partner, replace(partner, order=LISTED)]
-        ways = [_together(predictor, way) for way in named]
+        ways = [_prediction(predictor, way) for way in named]
         if least_us < min(below_us, *(way.time_us for way in (best, *ways) if way is not None)):
             ways.append(_searched(predictor, partner))
         best = min((*(() if best is None else (best,)), *ways), key=lambda way: way.time_us)
@@ -74,9 +76,9 @@ def best_together(predictor: Predictor, degrees: Iterable[int], *, below_us: flo
     return best
 
 
-def as_megatron(predictor: Predictor) -> Together:
+def as_megatron(predictor: Predictor) -> PartnerPrediction:
     """The same layers, uncut, in the order of Megatron's own overlap."""
-    return _together(predictor, Partner(1, _schedule(predictor), MEGATRON))
+    return _prediction(predictor, Partner(1, _schedule(predictor), MEGATRON))
 
 
 def _schedule(predictor: Predictor) -> str:
@@ -90,9 +92,9 @@ def _passes(predictor: Predictor, partner: Partner) -> tuple[Schedule, tuple[int
     return schedule if len(predictor.layers) == 1 else period(schedule), lengths
 
 
-def _together(predictor: Predictor, partner: Partner) -> Together:
+def _prediction(predictor: Predictor, partner: Partner) -> PartnerPrediction:
     around_us = _around_us(predictor, partner)
-    return Together(partner, both_passes(predictor, partner).end_us + around_us)
+    return PartnerPrediction(partner, both_passes(predictor, partner).end_us + around_us)
 
 
 def _around_us(predictor: Predictor, partner: Partner) -> float:
@@ -103,10 +105,10 @@ def _around_us(predictor: Predictor, partner: Partner) -> float:
     return calls_us + predictor.direction_us(*_passes(predictor, partner), Direction.FORWARD)
 
 
-def _searched(predictor: Predictor, partner: Partner) -> Together:
+def _searched(predictor: Predictor, partner: Partner) -> PartnerPrediction:
     """The same with the best order of a short stack, searched from Megatron's order."""
     timed = both_passes(short_stack(predictor), replace(partner, order=LISTED))
-    return _together(predictor, replace(partner, period=best_period(timed)))
+    return _prediction(predictor, replace(partner, period=best_period(timed)))
 
 
 def best_period(timed: TimedProgram) -> Program:
@@ -128,7 +130,7 @@ class _InTime(OrderProblem):
         for lane in period:
             for number, layer in lane:
                 stage = self.stages[number]
-                if not stage.ahead:
+                if not stage.of_next_microbatch:
                     turns[stage.kind.weights_of is not None].append(-layer)
         return NOT_YET if max(turns[True]) > 1 + min(turns[False]) else super().time(period)
 
@@ -151,7 +153,9 @@ def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
     for direction in reversed(Direction):
         timed = predictor.timed(schedule, lengths, direction)
         compiled = timed.compiled
-        renamed = [replace(stage, ahead=direction is Direction.FORWARD) for stage in compiled.stages]
+        renamed = [
+            replace(stage, of_next_microbatch=direction is Direction.FORWARD) for stage in compiled.stages
+        ]
         times |= zip(renamed, timed.durations, strict=True)
         issue_us |= zip(renamed, timed.issue_us or (), strict=False)
         lane_of = {place: lane for lane, places in compiled.lanes for place in places}

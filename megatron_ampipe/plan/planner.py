@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 from megatron_ampipe.plan.block import FLEX_BACKENDS
 from megatron_ampipe.plan.operation_times import ZERO
 from megatron_ampipe.plan.partners import DEGREES as TOGETHER_DEGREES
-from megatron_ampipe.plan.partners import Together, as_megatron, best_together
+from megatron_ampipe.plan.partners import PartnerPrediction, as_megatron, best_partners
 from megatron_ampipe.plan.plan_file import Plan, made_for
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
@@ -64,8 +64,8 @@ class Plans:
     shared: Plan | None
     blocks_ms: float
     chosen: Plan
-    together: Together | None = None
-    as_megatron: Together | None = None
+    together: PartnerPrediction | None = None
+    as_megatron: PartnerPrediction | None = None
     partners_ms: float | None = None
     mixed_ms: float | None = None
     fewer_bytes: float = 1.0
@@ -129,8 +129,8 @@ def make_plans(
     Raises:
         BadInput: the predicted time of a block is 0.
     """
-    work, near = predictor.block, predictor.cluster.ranks_per_node
-    useful = [exchange for exchange in exchanges if exchange in work.exchanges(near)]
+    work, ranks_per_node = predictor.block, predictor.cluster.ranks_per_node
+    useful = [exchange for exchange in exchanges if exchange in work.exchanges(ranks_per_node)]
     searches = {
         exchange: _Search(predictor.changed(exchange=exchange), degrees, full, stack, with_partner)
         for exchange in useful or [Exchange.ROWS]
@@ -152,7 +152,7 @@ def make_plans(
     times = ", ".join(f"{name} {plans.step_ms:.4g} ms" for name, plans in compared.items())
     reason = f"{best.chosen.reason} Exchange {exchange}: predicted are {times}."
     if exchange.has_two_hops:
-        layout = NodeLayout.of(work.settings, near)
+        layout = NodeLayout.of(work.settings, ranks_per_node)
         assert layout is not None
         fewer = layout.num_nodes - 1
         reason += (
@@ -285,11 +285,11 @@ class _Search:
         block, shares = predictor.of_layers(1), plans.shared is not None
         layers = sharing_layers(predictor, self.stack) if shares else predictor
         degrees = (1, *(degree for degree in self.degrees if degree in TOGETHER_DEGREES))
-        of_block = best_together(block, degrees, below_us=1e3 * _of_block_ms(layers, below_ms))
+        of_block = best_partners(block, degrees, below_us=1e3 * _of_block_ms(layers, below_ms))
         best, running, layers_ms = of_block, block, _blocks_ms(layers, of_block.time_us / 1e3)
         plans = replace(plans, together=of_block, as_megatron=as_megatron(layers if shares else block))
         if shares:
-            of_stack = best_together(layers, degrees, below_us=1e3 * min(below_ms, layers_ms))
+            of_stack = best_partners(layers, degrees, below_us=1e3 * min(below_ms, layers_ms))
             plans = replace(plans, together=of_stack)
             if of_stack.time_us / 1e3 <= layers_ms:
                 best, running, layers_ms = of_stack, layers, of_stack.time_us / 1e3

@@ -454,12 +454,12 @@ def timeline_of(passes: Mapping[Direction, TimedProgram], labels: Mapping[str, s
                 span = StageSpan(
                     lane=lane,
                     stage=stage.name,
-                    direction=Direction.FORWARD if stage.ahead else direction,
+                    direction=Direction.FORWARD if stage.of_next_microbatch else direction,
                     layer=1 + stage.layer,
                     iteration=0,
                     begin_us=offset + begin[place],
                     end_us=offset + end[place],
-                    ahead=stage.ahead,
+                    of_next_microbatch=stage.of_next_microbatch,
                 )
                 spans.append(span)
         offset += max(end)
@@ -494,13 +494,13 @@ def _numbered(schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: 
     of_stages = []
     for stage in compiled.stages:
         features: BlockFeatures | None = layers[stage.layer]
-        alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
+        alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.is_recompute else stage
         if stage.kind == REDUCE and len(layers) > 1:
             # A layer reduces the gradients of the layer above it, which the last layer does not have. A
             # single layer stands for any of several that run one after another.
             is_last = stage.layer + 1 == len(layers)
             features, alone = None if is_last else layers[stage.layer + 1], Stage(REDUCE)
-        counts_as = Direction.FORWARD if stage.again else direction
+        counts_as = Direction.FORWARD if stage.is_recompute else direction
         entry = _Entry(features, alone, counts_as)
         of_stages.append(numbers.setdefault(entry, len(numbers)))
     return _Numbered(compiled, tuple(numbers), tuple(of_stages))

@@ -199,5 +199,5 @@ def _deepep_bytes(block: Block) -> float:
     """Bytes of DeepEP's buffers for 20 multiprocessors, after ``csrc/config.hpp``: rows with choices."""
     ranks = block.expert * block.expert_tensor
     channels, row = 10, block.hidden * 2 + 128 * (8 + 4 + 4) + 16
-    near, nodes = min(ranks, 8), ranks // 8
-    return channels * row * (near * 288 + (2 * 128 * nodes if nodes > 1 else 0))
+    ranks_per_node, nodes = min(ranks, 8), ranks // 8
+    return channels * row * (ranks_per_node * 288 + (2 * 128 * nodes if nodes > 1 else 0))

@@ -235,8 +235,8 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
         time = times.flex_us(times.tokens(work.rows) * sizes.load)
         return Pair(time, time)
     # A row is sent with a probability for each possible expert.
-    near = 1 if times.nodes is None else times.nodes.ranks_per_node
-    probabilities = 1 if sizes.exchange.sends_every_copy else near * sizes.local_experts
+    ranks_per_node = 1 if times.nodes is None else times.nodes.ranks_per_node
+    probabilities = 1 if sizes.exchange.sends_every_copy else ranks_per_node * sizes.local_experts
     sent = times.sent(work.rows) * sizes.row_bytes(probabilities)
     # Links within a node and between nodes transfer at the same time.
     time = max(figure.time_us(sent * share) for figure, share in times.links())
@@ -249,8 +249,13 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
 def hop(times: OperationTimes, work: Work) -> Pair:
     """A hop within nodes, with the copies, sums or sorting there; the same bytes in both directions."""
     assert times.nodes is not None
-    near, copies = times.nodes.ranks_per_node, times.arriving(work.rows)
-    size = copies * (near - 1) / near * times.block.row_bytes(times.block.arriving_probabilities)
+    ranks_per_node, copies = times.nodes.ranks_per_node, times.arriving(work.rows)
+    size = (
+        copies
+        * (ranks_per_node - 1)
+        / ranks_per_node
+        * times.block.row_bytes(times.block.arriving_probabilities)
+    )
     time = times.figure("all_to_all", 1).time_us(size) + times.move(copies).forward
     return Pair(time, time)
 

@@ -65,7 +65,7 @@ class BlockFunctions(Protocol):
         gradients of its inputs; None for keys and values, whose gradients it adds to ``sums``.
         """
 
-    def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
+    def delay_wgrad(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
         """A context in which the function of a kind leaves the gradients of its weights to ``products``."""
 
 
@@ -82,14 +82,14 @@ class BlockState(Protocol):
     ) -> Callable[[], Sequence[Tensor]]:
         """A function that returns these inputs of a stage again, in the backward pass."""
 
-    def drawn(self, function: Function, key: object, *, again: bool) -> Function:
-        """The function, with the current random states saved under ``key``; if ``again``, run with those."""
+    def with_rng_state(self, function: Function, key: object, *, is_recompute: bool) -> Function:
+        """The function, with the random states saved under ``key``; if ``is_recompute``, run with those."""
 
-    def again(self) -> BlockState:
+    def for_recompute(self) -> BlockState:
         """The state for a recompute of the forward pass; called when the first run has ended."""
 
-    def left_by(self, kind: StageKind, chunk: int | None) -> object:
+    def export_state(self, kind: StageKind, chunk: int | None) -> object:
         """What a stage has stored in this state for later stages; None if nothing."""
 
-    def leave(self, kind: StageKind, chunk: int | None, left: object) -> None:
-        """Store in this state what :meth:`left_by` returned for the same stage of another pass."""
+    def import_state(self, kind: StageKind, chunk: int | None, left: object) -> None:
+        """Store in this state what :meth:`export_state` returned for the same stage of another pass."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
-from megatron_ampipe.runtime.moves import Move, make, make_sums
+from megatron_ampipe.runtime.moves import SlotOp, make, make_sums
 from megatron_ampipe.runtime.saved_tensors import InnerTensors
 from megatron_ampipe.runtime.segment import WeightProducts
 from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers, gradients_of
@@ -20,8 +20,8 @@ from megatron_ampipe.runtime.steps import (
     Communicate,
     Copy,
     Differentiate,
-    Place,
     RunStage,
+    SlotRef,
     Step,
 )
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes, free_slots
@@ -76,7 +76,7 @@ def compiled(
         needs = needs_of(schedule, layers, direction)
         issued = issue_order(schedule.program(direction), needs, host_waits=host_waits)
         calls[direction] = _calls(issued, needs, direction, steps)
-    finish: list[Move] = []
+    finish: list[SlotOp] = []
     gradient = steps.gradients[0].of_hidden(blocks[0].indices, finish) if keep_graph else NOTHING
     free_slots(
         [call for direction in Direction for call in calls[direction]],
@@ -92,7 +92,7 @@ def compiled(
         above=above,
         gradient=gradient,
         finish=tuple(finish),
-        again=frozenset(block.layer for block in blocks if block.recomputed and keep_graph),
+        for_recompute=frozenset(block.layer for block in blocks if block.recomputed and keep_graph),
         names=numbers.names(),
     )
 
@@ -176,14 +176,16 @@ class _Steps:
     def _compute(self, stage: Stage, *, backward: bool) -> RunStage:
         kind, block = stage.kind, self._blocks[stage.layer]
         step = RunStage(stage, block.functions.run(kind))
-        if stage.again:
+        if stage.is_recompute:
             block.make_empty(step, stage.chunk)
         self._bind_values(step, stage.chunk, backward=backward)
         if kind.restores is not None and not kind.gives:
             step.extras["inner"] = inner = block.slot("inner", stage.chunk)
             step.restores = [block.slot("segment", kind.restores, stage.chunk)]
             step.others += [inner, *step.restores]
-        elif self._keep and stage.again == block.recomputed and not (kind.own_backward or kind.restores):
+        elif (
+            self._keep and stage.is_recompute == block.recomputed and not (kind.own_backward or kind.restores)
+        ):
             self._keep_graph(step)
         return step
 
@@ -197,13 +199,13 @@ class _Steps:
         step.releases = kind == kinds.EXPERT
         if keys := block.summed(kind):
             step.extras["sums"] = sums = block.slot("sums", keys[0][1].giver)
-            slots = [block.slot("keys", value.name, stage.again) for value, _ in keys]
-            step.before.append(Move(make_sums, sums, slots))
+            slots = [block.slot("keys", value.name, stage.is_recompute) for value, _ in keys]
+            step.before.append(SlotOp(make_sums, sums, slots))
         if kind in self._apart:
             step.extras["products"] = products = block.slot("products", kind, chunk)
             self._products[stage.layer, kind].append(products)
-            step.before.append(Move(make, products, fixed=(WeightProducts,)))
-            step.function = _within(step.function, functools.partial(functions.weights_apart, kind))
+            step.before.append(SlotOp(make, products, fixed=(WeightProducts,)))
+            step.function = _within(step.function, functools.partial(functions.delay_wgrad, kind))
         flow = block.flow_of(chunk)
         if kind == kinds.EXPERT and not block.recomputed and any(row.restores == kind for row in flow.kinds):
             step.extras["inner"] = inner = block.slot("inner", chunk)
@@ -213,7 +215,7 @@ class _Steps:
                 copied=kinds.STORE in flow.kinds,
                 resorted=kinds.RESORT in flow.kinds,
             )
-            step.before.append(Move(make, inner, fixed=(new,)))
+            step.before.append(SlotOp(make, inner, fixed=(new,)))
         step.others += [step.segment, *step.extras.values()]
 
     def _differentiate(self, stage: Stage) -> Step:
@@ -233,8 +235,8 @@ class _Steps:
             recalled = [
                 block.slot("value", source, None, block.recomputed) for _, source in block.flow.recalled[kind]
             ]
-            step.takes += map(Place, recalled)
-            step.before.append(Move(make_sums, sums, recalled))
+            step.takes += map(SlotRef, recalled)
+            step.before.append(SlotOp(make_sums, sums, recalled))
         gradients.give(step, chunk)
         return step
 
@@ -263,7 +265,7 @@ class _Steps:
             else:
                 self._bind_values(step, chunk, backward=backward)
             step.parts.append(slice(begin, len(step.takes)))
-            if self._keep and block.recomputed and not backward and kind in block.flow.once:
+            if self._keep and block.recomputed and not backward and kind in block.flow.not_recomputed:
                 block.note_shapes(step, chunk)
         if kind.restores == kinds.QKV:
             # The graph of qkv reads the rows from the state of the layer.

@@ -32,7 +32,7 @@ RunCall = Callable[[Call], Transfer | None]
 
 
 class UsedMemory(Protocol):
-    """Records the memory that several streams use (:class:`~.streams.Crossing`)."""
+    """Records the memory that several streams use (:class:`~.streams.CommMemory`)."""
 
     def take(self) -> list[UntypedStorage]:
         """Return the memory that the current stage has used, and forget it."""
@@ -50,9 +50,9 @@ class Executor(Protocol):
         """Tapes are cached by executor."""
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
-        """Run all calls once, in issue order; ``crossing`` records the tensors that several streams use."""
+        """Run all calls once, in issue order; ``comm_memory`` records what several streams use."""
 
 
 class SequentialExecutor:
@@ -62,7 +62,7 @@ class SequentialExecutor:
     threads = False
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
         for call in tape.calls:
             if recorder.recording:
@@ -100,7 +100,7 @@ class CudaExecutor:
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
         """On return, the current stream waits for all calls."""
         compute = torch.cuda.current_stream()
@@ -111,7 +111,7 @@ class CudaExecutor:
             for stream in others:
                 stream.wait_event(begun)
         try:
-            self._issue(tape, run, recorder, crossing, streams)
+            self._issue(tape, run, recorder, comm_memory, streams)
         finally:
             # Also after a failure, because memory released from here on may be reused on the current stream.
             for stream in others:
@@ -122,7 +122,7 @@ class CudaExecutor:
         tape: Tape,
         run: RunCall,
         recorder: Recorder,
-        crossing: UsedMemory | None,
+        comm_memory: UsedMemory | None,
         streams: Mapping[str, torch.cuda.Stream],
     ) -> None:
         plan = tape.stream_plan
@@ -140,8 +140,8 @@ class CudaExecutor:
                 finish(run(call))
             if call.position in plan.records:
                 events[call.position] = stream.record_event()
-            if crossing is not None:
-                kept[call.position] = crossing.take()
+            if comm_memory is not None:
+                kept[call.position] = comm_memory.take()
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
@@ -170,7 +170,7 @@ class ThreadExecutor:
         """Collectives of a failed pass that had not ended when its error was raised, and the error."""
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, crossing: UsedMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
         """If a call fails, raise its error when the collectives before it have ended, or after a short wait.
 

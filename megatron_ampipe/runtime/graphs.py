@@ -91,7 +91,7 @@ def _require_fixed(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> None
                 continue
             for step in call.steps:
                 plain = isinstance(step, RunStage) and not step.recompute and set(step.extras) <= {"sums"}
-                if not (plain or isinstance(step, Differentiate)) or call.stage.again:
+                if not (plain or isinstance(step, Differentiate)) or call.stage.is_recompute:
                     raise BadInput(
                         "--cuda-graph-impl",
                         f"stage {call.stage}",
@@ -327,8 +327,8 @@ class GraphSet:
                 captured.expected.append((slot, value))
                 continue
             assert isinstance(value, Tensor), f"a graph cannot be given {value}"
-            if state.crossing is not None:
-                state.crossing.note_use([value])
+            if state.comm_memory is not None:
+                state.comm_memory.record_use([value])
             static = self._inputs.take(value)
             captured.inputs.append((slot, static.copy_(value)))
             slots[slot] = static.detach()
@@ -350,7 +350,7 @@ class GraphSet:
         del before, result, value
         self._inputs.give_back()
         for stage in stages if forward else ():
-            left = state.blocks[stage.layer].left_by(stage.kind, stage.chunk)
+            left = state.blocks[stage.layer].export_state(stage.kind, stage.chunk)
             if left is not None:
                 captured.left.append((stage.layer, stage.kind, stage.chunk, left))
         return captured
@@ -386,14 +386,14 @@ class GraphSet:
 
     def _prepare(self, captured: _Captured, state: Pass) -> None:
         """Do what comes before a replay: wait for parameters, check slots, copy inputs."""
-        slots, crossing = state.slots, state.crossing
+        slots, comm_memory = state.slots, state.comm_memory
         _wait_for_parameters(captured.waiting)
         for slot, value in captured.expected:
             assert slots[slot] is value, "a pass differs from the one that was captured"
         for slot, static in captured.inputs:
             value = slots[slot]
-            if crossing is not None:
-                crossing.note_use([value])
+            if comm_memory is not None:
+                comm_memory.record_use([value])
             static.copy_(value)
 
     def _finish(self, captured: _Captured, state: Pass) -> None:
@@ -410,7 +410,7 @@ class GraphSet:
             # A placeholder that nobody reads, as of Megatron's linear layers.
             state.sums[layer].put(number, torch.empty_like(parameter), False)
         for layer, kind, chunk, left in captured.left:
-            state.blocks[layer].leave(kind, chunk, left)
+            state.blocks[layer].import_state(kind, chunk, left)
 
     @contextlib.contextmanager
     def _keeping_cached(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ Slots = list[Any]
 Spans = Sequence[Span]
 
 
-class Move(NamedTuple):
+class SlotOp(NamedTuple):
     """A call of a function of this module: ``slots[target] = function(slots[target], *fixed, *sources)``,
     with ``sources`` read from slots."""
 
@@ -34,7 +34,7 @@ class Move(NamedTuple):
         return self.target, *self.sources
 
 
-def run_moves(moves: Iterable[Move], slots: Slots) -> None:
+def run_slot_ops(moves: Iterable[SlotOp], slots: Slots) -> None:
     """Run moves in order."""
     for function, target, sources, fixed in moves:
         slots[target] = function(slots[target], *fixed, *[slots[source] for source in sources])
@@ -92,7 +92,7 @@ def add(total: Tensor | None, gradient: Tensor | None = None) -> Tensor | None:
     return total + gradient
 
 
-class Arrival(NamedTuple):
+class PendingGrad(NamedTuple):
     """A gradient that a transfer delivers: it is added when the sum is read. None means all rows."""
 
     slot: int
@@ -105,7 +105,7 @@ class Arrival(NamedTuple):
 def total(
     _: None, num_rows: int, rows: Sequence[tuple[Spans | None, Spans | None]], *parts: Tensor | None
 ) -> Tensor | None:
-    """The sum of gradients; ``rows`` are target and source rows of each (:class:`Arrival`)."""
+    """The sum of gradients; ``rows`` are target and source rows of each (:class:`PendingGrad`)."""
     whole: Tensor | None = None
     by_rows: Tensor | None = None
     for part, (target_rows, source_rows) in zip(parts, rows, strict=True):

@@ -45,14 +45,14 @@ class _Pair:
         """Set when the backward pass has ended, to its error if it has failed."""
         self.waiting: StackCall | None = None
         """The blocks at which the backward pass waits."""
-        self.ahead: tuple[StackCall, Tensor] | None = None
+        self.of_next_microbatch: tuple[StackCall, Tensor] | None = None
         """The blocks of the forward pass that run with them, and their input."""
         self.output: Tensor | None = None
         """What these have computed."""
 
     def resume(self, ahead: tuple[StackCall, Tensor] | None) -> None:
         """Continue the backward pass until it waits again or has ended."""
-        self.ahead, self.waiting = ahead, None
+        self.of_next_microbatch, self.waiting = ahead, None
         self.backward_turn.release()
         self.forward_turn.acquire()
 
@@ -132,7 +132,7 @@ class Partners:
             pair.backward_turn.acquire()
         if pair.abandoned:
             raise RuntimeError("the forward pass of the next micro-batch has failed")
-        ahead, pair.ahead = pair.ahead, None
+        ahead, pair.of_next_microbatch = pair.of_next_microbatch, None
         if ahead is None:
             return call.backward(gradient)
         pair.output, gradients = run_together(call, gradient, *ahead, self.partner)
@@ -173,26 +173,26 @@ def run_together(
     del gradient
 
     def run(call: Call) -> Transfer | None:
-        if call.stage.ahead:
+        if call.stage.of_next_microbatch:
             return forward.run_call(Direction.FORWARD, call)
         return backward.run_call(Direction.BACKWARD, call)
 
-    recorder.enter(backward.numbers, Direction.BACKWARD, ahead=forward.numbers)
-    crossing = _Crossings(backward, forward) if executor.host_waits else None
+    recorder.enter(backward.numbers, Direction.BACKWARD, next_layers=forward.numbers)
+    comm_memory = _CommMemories(backward, forward) if executor.host_waits else None
     with torch.enable_grad():
-        executor.execute(tape, run, recorder, crossing)
+        executor.execute(tape, run, recorder, comm_memory)
     return forward.end_forward(), backward.end_backward()
 
 
-class _Crossings:
+class _CommMemories:
     """The tensors of both passes that several streams use."""
 
     def __init__(self, *calls: StackCall) -> None:
-        self._all = [call.state.crossing for call in calls if call.state.crossing is not None]
+        self._all = [call.state.comm_memory for call in calls if call.state.comm_memory is not None]
 
     def take(self) -> list[UntypedStorage]:
-        """See :meth:`~.streams.Crossing.take`."""
-        return [storage for crossing in self._all for storage in crossing.take()]
+        """See :meth:`~.streams.CommMemory.take`."""
+        return [storage for comm_memory in self._all for storage in comm_memory.take()]
 
 
 @functools.lru_cache(maxsize=64)
@@ -203,7 +203,7 @@ def merged(backward: Tape, forward: Tape, partner: Partner, *, host_waits: bool)
     """
     calls, needs = {}, {}
     for tape, ahead in ((backward, False), (forward, True)):
-        stages = [replace(call.stage, ahead=ahead) for call in tape.calls]
+        stages = [replace(call.stage, of_next_microbatch=ahead) for call in tape.calls]
         for stage, call in zip(stages, tape.calls, strict=True):
             calls[stage], needs[stage] = call, tuple(stages[needed] for needed in call.needs)
     order = merge_lanes(

@@ -53,7 +53,7 @@ class Recorder:
         """Whether stages that run now are recorded."""
         self.layers: Sequence[int] = (1,)
         """Layer numbers of the current pass."""
-        self.layers_ahead: Sequence[int] = ()
+        self.layers_of_next_microbatch: Sequence[int] = ()
         """Layer numbers of the next micro-batch's forward pass, if it runs together with this pass."""
         self.direction = Direction.FORWARD
         """Direction of the current pass."""
@@ -72,8 +72,8 @@ class Recorder:
         """Stop recording until the next call of :meth:`start_iteration`."""
         self.recording = False
 
-    def enter(self, layers: Sequence[int], direction: Direction, *, ahead: Sequence[int] = ()) -> None:
-        self.layers, self.direction, self.layers_ahead = layers, direction, ahead
+    def enter(self, layers: Sequence[int], direction: Direction, *, next_layers: Sequence[int] = ()) -> None:
+        self.layers, self.direction, self.layers_of_next_microbatch = layers, direction, next_layers
         if self.recording:
             self._iterations[-1].num_passes += 1
 
@@ -92,11 +92,17 @@ class Recorder:
     def add(self, lane: str, stage: Stage, begin: Timestamp, end: Timestamp) -> None:
         """Record a stage that was timed by the caller."""
         if self.recording:
-            direction = Direction.FORWARD if stage.ahead else self.direction
-            layer = (self.layers_ahead if stage.ahead else self.layers)[stage.layer]
+            direction = Direction.FORWARD if stage.of_next_microbatch else self.direction
+            layer = (self.layers_of_next_microbatch if stage.of_next_microbatch else self.layers)[stage.layer]
             current = self._iterations[-1]
             span = functools.partial(
-                StageSpan, lane, stage.name, direction.value, layer, current.number, ahead=stage.ahead
+                StageSpan,
+                lane,
+                stage.name,
+                direction.value,
+                layer,
+                current.number,
+                of_next_microbatch=stage.of_next_microbatch,
             )
             current.marks.append(_Mark((direction, current.num_passes), begin, end, span))
 

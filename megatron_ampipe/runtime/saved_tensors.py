@@ -389,7 +389,7 @@ class DroppedOutput:
         output: Tensor = _ComputeWithoutGraph.apply(self, rows, *self._parameters)
         return output
 
-    def again(self) -> Tensor:
+    def recompute(self) -> Tensor:
         """The output of :meth:`compute` again, in the backward pass."""
         return self._graph()[1].detach()
 
@@ -429,8 +429,8 @@ class _ComputeWithoutGraph(torch.autograd.Function):
 
 
 @contextmanager
-def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """A context in which no graph saves ``tensor``; backward gets it from ``again()``, in the same layout.
+def recomputed(tensor: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
+    """A context in which no graph saves ``tensor``; backward gets it from ``recompute()``, in its layout.
 
     So a rank saves only its own part of gathered rows, or only the input of a norm, as in Megatron.
     """
@@ -442,7 +442,7 @@ def recomputed(tensor: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
         return saved if is_kept else _Place(saved, int(saved.storage_offset() - begin))
 
     def unpack(packed: Tensor | _Place) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed.part_of(again())
+        return packed if isinstance(packed, Tensor) else packed.part_of(recompute())
 
     with torch.autograd.graph.saved_tensors_hooks(drop, unpack):
         yield

@@ -37,11 +37,11 @@ class Segment:
 
     Attributes:
         values: The outputs of the function, detached. The caller removes them, so that they are freed early.
-        crossed: Memory that the graph may use and that several streams use.
+        comm_memory: Memory that the graph may use and that several streams use.
         is_captured: The graph is kept after :meth:`backward`, because CUDA graphs use its saved tensors.
     """
 
-    __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "crossed", "is_captured", "values")
+    __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "comm_memory", "is_captured", "values")
     _input_edges: Sequence[GradientEdge]
     _output_edges: Sequence[GradientEdge | None]
     values: Sequence[Tensor]
@@ -54,7 +54,7 @@ class Segment:
         recall: Callable[[], Sequence[Tensor]] | None = None,
         releases: bool = False,
     ) -> None:
-        self.crossed: tuple[StorageWeakRef, ...] = ()
+        self.comm_memory: tuple[StorageWeakRef, ...] = ()
         self.is_captured = False
         self._given: list[Tensor | None] | None = [] if releases else None
         self._again: Callable[[], object] | None = None
@@ -176,7 +176,7 @@ class _DetachInputs(torch.autograd.Function):
         raise AssertionError("backward went past the inputs of a stage")
 
 
-def hand_over(parameters: Sequence[Parameter], gradients: list[Tensor | None]) -> None:
+def accumulate_param_grads(parameters: Sequence[Parameter], gradients: list[Tensor | None]) -> None:
     """Give each parameter its gradient through its accumulation node, which runs the hooks there.
 
     Args:
@@ -279,7 +279,7 @@ class GradientSums:
         """Run torch's engine for one stage, without the gradient hooks of the parameters.
 
         The engine would call them with the gradient of one stage of one chunk. They run once, with the sum,
-        when :func:`hand_over` or the node of the block gives it to autograd.
+        when :func:`accumulate_param_grads` or the node of the block gives it to autograd.
         """
         all_hooks = [parameter._backward_hooks for parameter in self.hooked]
         taken = [(hooks, dict(hooks)) for hooks in all_hooks if hooks is not None]
@@ -324,7 +324,7 @@ class WeightProducts:
     """The delayed weight-gradient products (wgrad) of one stage of one chunk.
 
     A linear layer's backward is two products. Only the input's gradient (dgrad) is on the critical path.
-    Within ``BlockFunctions.weights_apart``, a layer computes only dgrad, and stores here the operands of
+    Within ``BlockFunctions.delay_wgrad``, a layer computes only dgrad, and stores here the operands of
     the wgrad. torch's own graph cannot be split for this, because Megatron's linear function always
     computes both products. Transformer Engine's layers delay their wgrad themselves.
     """

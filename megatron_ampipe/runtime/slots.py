@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions
 from megatron_ampipe.runtime.moves import (
-    Arrival,
-    Move,
+    PendingGrad,
+    SlotOp,
     add,
     add_keys,
     gather,
@@ -24,7 +24,7 @@ from megatron_ampipe.runtime.moves import (
     scatter,
     total,
 )
-from megatron_ampipe.runtime.steps import FIRST_FREE, NOTHING, ZERO, Place, Step
+from megatron_ampipe.runtime.steps import FIRST_FREE, NOTHING, ZERO, SlotRef, Step
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
@@ -127,35 +127,35 @@ class BlockLayout:
             return self._joined.num_keys
         return sum(span.length for span in self.spans(layout, None))
 
-    def read(self, slot: int, layout: Layout, chunk: int | None, moves: list[Move]) -> Place:
+    def read(self, slot: int, layout: Layout, chunk: int | None, moves: list[SlotOp]) -> SlotRef:
         """The argument for a chunk's rows of a value of the whole sequence; of keys, all that it sees."""
         if chunk is None or layout is Layout.BLOCK:
-            return Place(slot)
+            return SlotRef(slot)
         spans = self.spans(layout, chunk)
         if layout is Layout.KEYS:
             spans = [Span(0, self._chunks[chunk].num_keys, 0)]
         if len(spans) == 1:
             return self._slice(slot, spans[0], layout)
         target = self.numbers.temporary()
-        moves.append(Move(gather, target, (slot,), (spans,)))
-        return Place(target)
+        moves.append(SlotOp(gather, target, (slot,), (spans,)))
+        return SlotRef(target)
 
-    def write(self, slot: int, layout: Layout, chunk: int | None, moves: list[Move]) -> Place:
+    def write(self, slot: int, layout: Layout, chunk: int | None, moves: list[SlotOp]) -> SlotRef:
         """The place for a result: a chunk's rows of a buffer, or the slot if it is of the whole sequence."""
         if chunk is None:
-            return Place(slot)
+            return SlotRef(slot)
         spans = self.spans(layout, chunk)
         if len(spans) == 1:
             return self._slice(slot, spans[0], layout)
         source = self.numbers.temporary()
-        moves.append(Move(scatter, slot, (source,), (spans, self.num_rows(layout))))
-        return Place(source)
+        moves.append(SlotOp(scatter, slot, (source,), (spans, self.num_rows(layout))))
+        return SlotRef(source)
 
-    def _slice(self, slot: int, span: Span, layout: Layout) -> Place:
+    def _slice(self, slot: int, span: Span, layout: Layout) -> SlotRef:
         num_rows = self.num_rows(layout)
         if span.length == num_rows:
-            return Place(slot)
-        return Place(slot, slice(span.local_start, span.local_end), num_rows)
+            return SlotRef(slot)
+        return SlotRef(slot, slice(span.local_start, span.local_end), num_rows)
 
     def summed(self, kind: StageKind) -> list[tuple[Value, Source]]:
         """The keys and values that a kind takes, and where they come from."""
@@ -196,9 +196,9 @@ class BlockLayout:
                 if len(slots) > 1 and value.layout is not Layout.CHUNK:
                     target = self.numbers.temporary()
                     spans = [self.spans(value.layout, index) for index in chunks]
-                    step.before.append(Move(join, target, slots, (spans, self.num_rows(value.layout))))
+                    step.before.append(SlotOp(join, target, slots, (spans, self.num_rows(value.layout))))
                     slots = [target]
-                step.takes += map(Place, slots)
+                step.takes += map(SlotRef, slots)
                 continue
             step.takes.append(self.read(slot, value.layout, chunk, step.before))
 
@@ -212,20 +212,20 @@ class BlockLayout:
                 slot = self.slot("keys", value.name, again)
                 step.gives.append(self.write(slot, value.layout, chunk, step.after))
             else:
-                step.gives.append(Place(self.slot("value", source, chunk, again)))
+                step.gives.append(SlotRef(self.slot("value", source, chunk, again)))
 
     def note_shapes(self, step: Step, chunk: int | None) -> None:
         """Record the output shapes of a transfer that a recompute does not repeat, for :meth:`make_empty`."""
         for _, source in self.flow.given[step.stage.kind]:
             slot = self.slot("value", source, chunk, False)
-            step.after.append(Move(note_shape, self.slot("shape", source, chunk), (slot,)))
+            step.after.append(SlotOp(note_shape, self.slot("shape", source, chunk), (slot,)))
 
     def make_empty(self, step: Step, chunk: int | None) -> None:
         """For a stage that runs again: empty tensors in place of the outputs of transfers that do not."""
         for _, source in self.flow.taken[step.stage.kind]:
-            if source.giver in self.flow.once:
+            if source.giver in self.flow.not_recomputed:
                 slot = self.slot("value", source, chunk, True)
-                step.before.append(Move(make_empty, slot, (self.slot("shape", source, chunk),)))
+                step.before.append(SlotOp(make_empty, slot, (self.slot("shape", source, chunk),)))
 
 
 def _check_transfers(flow: DataFlow) -> None:
@@ -252,7 +252,7 @@ class Gradients:
         self._block, self._above = block, above
         # How many gradients of a value, or of a chunk of it, have been added so far.
         self._added: Counter[tuple[Source, int | None]] = Counter()
-        self._arrivals: defaultdict[tuple[Source, int | None], list[Arrival]] = defaultdict(list)
+        self._pending_grads: defaultdict[tuple[Source, int | None], list[PendingGrad]] = defaultdict(list)
         self._input_slot: int | None = None
 
     def take(self, step: Step, chunk: int | None) -> None:
@@ -269,19 +269,19 @@ class Gradients:
                 )
                 place = block.read(slot, value.layout, chunk, moves)
             elif value.layout in _SUMMED:
-                place = Place(block.numbers.temporary())
+                place = SlotRef(block.numbers.temporary())
                 is_part = chunk is not None and value.layout is Layout.KEYS
                 spans = block.spans(Layout.KEYS, chunk) if is_part else None
-                arrived = [arrival.slot for arrival in self._arrivals.pop((source, None), ())]
+                arrived = [arrival.slot for arrival in self._pending_grads.pop((source, None), ())]
                 sums = [block.slot("sums", kind), *arrived]
-                moves.append(Move(keys_gradient, place.slot, sums, (len(summed), spans)))
+                moves.append(SlotOp(keys_gradient, place.slot, sums, (len(summed), spans)))
                 summed.append(value)
             elif value.layout is Layout.SCALAR:
-                place = Place(ZERO)
+                place = SlotRef(ZERO)
             elif block.is_differentiated(source):
-                place = Place(self._total(value.layout, source, chunk, moves))
+                place = SlotRef(self._total(value.layout, source, chunk, moves))
             else:
-                place = Place(NOTHING)
+                place = SlotRef(NOTHING)
             step.takes.append(place)
 
     def give(self, step: Step, chunk: int | None) -> None:
@@ -293,16 +293,16 @@ class Gradients:
                 step.gives += self._arriving(kind, value.layout, source, chunk)
             elif value.layout in _SUMMED:
                 # None if the backward has added them to the sums itself.
-                step.gives.append(Place(block.numbers.temporary()))
+                step.gives.append(SlotRef(block.numbers.temporary()))
                 if value.layout is Layout.KEYS:
                     key_slots.append(step.gives[-1].slot)
                     giver = source.giver
             else:
                 step.gives += self._add(value.layout, source, chunk, moves)
         if key_slots:
-            moves.append(Move(add_keys, block.slot("sums", giver), key_slots))
+            moves.append(SlotOp(add_keys, block.slot("sums", giver), key_slots))
 
-    def of_hidden(self, chunks: Sequence[int], moves: list[Move]) -> int:
+    def of_hidden(self, chunks: Sequence[int], moves: list[SlotOp]) -> int:
         """The slot of the gradient of the block's input; ``moves`` complete the rows of these chunks."""
         block, layout = self._block, kinds.HIDDEN_STATES.layout
         if block.is_kept_whole(_INPUT):
@@ -312,30 +312,30 @@ class Gradients:
         slot = block.slot("rows of gradient", _INPUT)
         for chunk in chunks:
             spans = block.spans(layout, chunk)
-            for arrival in self._arrivals.pop((_INPUT, chunk), ()):
+            for arrival in self._pending_grads.pop((_INPUT, chunk), ()):
                 earlier, rows = block.numbers.temporary(), arrival.slot
                 if arrival.source_rows is not None:
                     rows = block.numbers.temporary()
-                    moves.append(Move(gather, rows, (arrival.slot,), (arrival.source_rows,)))
-                moves.append(Move(gather, earlier, (slot,), (spans,)))
-                moves.append(Move(scatter, slot, (rows, earlier), (spans, block.num_rows(layout))))
+                    moves.append(SlotOp(gather, rows, (arrival.slot,), (arrival.source_rows,)))
+                moves.append(SlotOp(gather, earlier, (slot,), (spans,)))
+                moves.append(SlotOp(scatter, slot, (rows, earlier), (spans, block.num_rows(layout))))
         return slot
 
-    def _total(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> int:
+    def _total(self, layout: Layout, source: Source, chunk: int | None, moves: list[SlotOp]) -> int:
         """The slot of the sum of all gradients of a value, or of a chunk of it."""
         block = self._block
-        parts = [Arrival(block.slot("gradient", source, chunk))] if self._added[source, chunk] else []
+        parts = [PendingGrad(block.slot("gradient", source, chunk))] if self._added[source, chunk] else []
         if chunk is None and any(self._added[source, index] for index in block.indices):
-            parts.append(Arrival(block.slot("rows of gradient", source)))
-        parts += self._arrivals.pop((source, chunk), ())
-        if len(parts) == 1 and parts[0] == Arrival(parts[0].slot):
+            parts.append(PendingGrad(block.slot("rows of gradient", source)))
+        parts += self._pending_grads.pop((source, chunk), ())
+        if len(parts) == 1 and parts[0] == PendingGrad(parts[0].slot):
             return parts[0].slot
         target, rows = block.numbers.temporary(), [(part.target_rows, part.source_rows) for part in parts]
         slots = [part.slot for part in parts]
-        moves.append(Move(total, target, slots, (block.num_rows(layout), rows)))
+        moves.append(SlotOp(total, target, slots, (block.num_rows(layout), rows)))
         return target
 
-    def _add(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> list[Place]:
+    def _add(self, layout: Layout, source: Source, chunk: int | None, moves: list[SlotOp]) -> list[SlotRef]:
         """Where a computed stage puts its gradients of a value, to be added."""
         block = self._block
         if chunk is not None or block.is_kept_whole(source):
@@ -344,12 +344,12 @@ class Gradients:
             return [self._add_rows(layout, source, index, moves) for index in block.indices]
         whole = block.numbers.temporary()
         for index in block.indices:
-            later: list[Move] = []
+            later: list[SlotOp] = []
             part = self._add_rows(layout, source, index, later)
-            moves += [Move(gather, part.slot, (whole,), (block.spans(layout, index),)), *later]
-        return [Place(whole)]
+            moves += [SlotOp(gather, part.slot, (whole,), (block.spans(layout, index),)), *later]
+        return [SlotRef(whole)]
 
-    def _add_rows(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> Place:
+    def _add_rows(self, layout: Layout, source: Source, chunk: int | None, moves: list[SlotOp]) -> SlotRef:
         """Where a stage puts its gradient of a chunk's rows, or of all rows if ``chunk`` is None."""
         block = self._block
         self._added[source, chunk] += 1
@@ -362,27 +362,27 @@ class Gradients:
                 return block.write(buffer, layout, chunk, moves)
             given = block.numbers.temporary()
             fixed = block.spans(layout, chunk), block.num_rows(layout)
-            moves.append(Move(scatter, buffer, (given, slot), fixed))
-            return Place(given)
+            moves.append(SlotOp(scatter, buffer, (given, slot), fixed))
+            return SlotRef(given)
         if number == 1:
-            return Place(slot)
+            return SlotRef(slot)
         given = block.numbers.temporary()
-        moves.append(Move(add, slot, (given,)))
-        return Place(given)
+        moves.append(SlotOp(add, slot, (given,)))
+        return SlotRef(given)
 
-    def _arriving(self, kind: StageKind, layout: Layout, source: Source, chunk: int | None) -> list[Place]:
+    def _arriving(self, kind: StageKind, layout: Layout, source: Source, chunk: int | None) -> list[SlotRef]:
         """Where a transfer puts its gradients. The stage that reads the sum runs later and adds them."""
         block = self._block
-        places: list[Place] = []
+        places: list[SlotRef] = []
         whole = block.is_kept_whole(source)
         for index in [chunk] if whole or chunk is not None else block.indices:
             rows = None if index is None else block.spans(layout, index)
             each = chunk is not None or layout is Layout.CHUNK
             slot = block.slot("arrival", kind, source, index if each else None)
             spans = (rows, None) if whole else (None, None if each else rows)
-            self._arrivals[source, None if whole else index].append(Arrival(slot, *spans))
+            self._pending_grads[source, None if whole else index].append(PendingGrad(slot, *spans))
             if each or not places:
-                places.append(Place(slot))
+                places.append(SlotRef(slot))
         return places
 
 

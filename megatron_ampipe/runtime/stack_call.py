@@ -18,12 +18,12 @@ from megatron_ampipe.runtime.block_functions import BlockState
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.graphs import TapeGraphs
-from megatron_ampipe.runtime.moves import run_moves
+from megatron_ampipe.runtime.moves import run_slot_ops
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.runtime.segment import BlockParameters, hand_over
+from megatron_ampipe.runtime.segment import BlockParameters, accumulate_param_grads
 from megatron_ampipe.runtime.steps import ZERO, Pass
-from megatron_ampipe.runtime.streams import Crossing
+from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
@@ -31,7 +31,7 @@ from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 # S sequence rows, B batch, D hidden size.
 
 
-class Meeting(Protocol):
+class PassRunner(Protocol):
     """Runs the passes of a call, possibly with another micro-batch's pass (:class:`~.partners.Partners`)."""
 
     def forward(self, call: StackCall, hidden: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class StackCall:
         parameters: Sequence[BlockParameters],
         keep_graph: bool,
         reductions: Reductions | None = None,
-        partners: Meeting | None = None,
+        partners: PassRunner | None = None,
         graphs: TapeGraphs | None = None,
     ) -> None:
         self.tapes, self.executor, self.recorder, self.numbers = tapes, executor, recorder, numbers
         self._reductions, self._keeps_graph, self._parameters = reductions, keep_graph, parameters
         self.partners = partners
-        self.state = Pass(tapes.num_slots, blocks, parameters, Crossing() if executor.host_waits else None)
+        self.state = Pass(tapes.num_slots, blocks, parameters, CommMemory() if executor.host_waits else None)
         self._graphs = None if graphs is None else graphs.begin(self.state)
         # How many reductions had been requested when a reducing stage's gradients were complete.
         self._asked: dict[tuple[StageKind, int], int] = {}
@@ -132,7 +132,7 @@ class StackCall:
         self._end_layers(Direction.BACKWARD)
         if self._reductions is not None:
             self._reductions.passed(self)
-        run_moves(tapes.finish, state.slots)
+        run_slot_ops(tapes.finish, state.slots)
         hidden: Tensor = state.slots[tapes.gradient]
         assert hidden is not None, "no stage has read the input of the block"
         state.slots.clear()
@@ -148,13 +148,13 @@ class StackCall:
         first = 0 if half else len(parameters.feed_forward)
         return chosen, [sums.take(number) for number in range(first, first + len(chosen))]
 
-    def _hand_over(self, layer: int, *, half: bool) -> None:
+    def _accumulate_param_grads(self, layer: int, *, half: bool) -> None:
         parameters, gradients = self._gradients(layer, half=half)
         # No name for the zip: it would keep the last gradient alive, which would then be copied.
         trained = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         gradients[:] = [gradient for gradient in gradients if gradient is not None]
         if trained:
-            hand_over(trained, gradients)
+            accumulate_param_grads(trained, gradients)
 
     def _note_asked(self, kind: StageKind, layer: int) -> None:
         if self._reductions is not None:
@@ -183,7 +183,7 @@ class StackCall:
                 error.add_note(f"{direction} pass, call {call.position}: {text}")
                 raise
         if call.ends_half:
-            self._hand_over(call.stage.layer, half=True)
+            self._accumulate_param_grads(call.stage.layer, half=True)
             self._note_asked(REDUCE_EXPERTS, call.stage.layer)
         if call.ends:
             self._end_layer(direction, call.stage.layer)
@@ -192,12 +192,12 @@ class StackCall:
     def _end_layer(self, direction: Direction, layer: int) -> None:
         """Called when all stages of a layer have run."""
         if direction is Direction.FORWARD:
-            if layer in self.tapes.again:
+            if layer in self.tapes.for_recompute:
                 blocks = self.state.blocks
-                blocks[layer] = blocks[layer].again()
+                blocks[layer] = blocks[layer].for_recompute()
             return
         if layer:
-            self._hand_over(layer, half=False)
+            self._accumulate_param_grads(layer, half=False)
         self._note_asked(REDUCE, layer - 1)
 
     def _end_layers(self, direction: Direction) -> None:
@@ -212,7 +212,7 @@ class StackCall:
         # Set once for all segments; all else works on tensors without a graph.
         with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
             run = functools.partial(self.run_call, direction)
-            self.executor.execute(self.tapes.passes[direction], run, recorder, state.crossing)
+            self.executor.execute(self.tapes.passes[direction], run, recorder, state.comm_memory)
 
 
 class _BlocksContext(Protocol):

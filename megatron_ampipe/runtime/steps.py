@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.block_functions import BlockState, Function
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.moves import Move, Slots, run_moves
+from megatron_ampipe.runtime.moves import SlotOp, Slots, run_slot_ops
 from megatron_ampipe.runtime.saved_tensors import HostCopies, InnerTensors
 from megatron_ampipe.runtime.segment import (
     BlockParameters,
@@ -26,7 +26,7 @@ from megatron_ampipe.runtime.segment import (
     Segment,
     WeightProducts,
 )
-from megatron_ampipe.runtime.streams import Crossing
+from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.schedule import Direction, Stage
 
 NOTHING = 0
@@ -43,25 +43,25 @@ class Pass:
         slots: Tensors and other objects that steps pass to each other, by number.
         blocks: The state of each block.
         sums: The sums of parameter gradients of each block.
-        crossing: Records memory that several streams use; None if there is only one stream.
+        comm_memory: Records memory that several streams use; None if there is only one stream.
     """
 
-    __slots__ = ("__weakref__", "blocks", "crossing", "slots", "sums")
+    __slots__ = ("__weakref__", "blocks", "comm_memory", "slots", "sums")
 
     def __init__(
         self,
         num_slots: int,
         blocks: Sequence[BlockState],
         parameters: Sequence[BlockParameters],
-        crossing: Crossing | None,
+        comm_memory: CommMemory | None,
     ) -> None:
         self.slots: Slots = [None] * num_slots
         self.blocks = list(blocks)
         self.sums = [GradientSums(block_parameters) for block_parameters in parameters]
-        self.crossing = crossing
+        self.comm_memory = comm_memory
 
 
-class Place(NamedTuple):
+class SlotRef(NamedTuple):
     """Where a step's argument or result is: a slot, or a slice of the rows in a slot.
 
     Attributes:
@@ -93,10 +93,10 @@ class Step(ABC):
     transfers: ClassVar[bool] = False
     """Whether :meth:`work` returns a transfer, whose outputs are the results."""
     stage: Stage
-    before: list[Move] = field(default_factory=list, init=False)
-    takes: list[Place] = field(default_factory=list, init=False)
-    gives: list[Place] = field(default_factory=list, init=False)
-    after: list[Move] = field(default_factory=list, init=False)
+    before: list[SlotOp] = field(default_factory=list, init=False)
+    takes: list[SlotRef] = field(default_factory=list, init=False)
+    gives: list[SlotRef] = field(default_factory=list, init=False)
+    after: list[SlotOp] = field(default_factory=list, init=False)
     others: list[int] = field(default_factory=list, init=False)
     frees: list[int] = field(default_factory=list, init=False)
     drops: list[int] = field(default_factory=list, init=False)
@@ -107,11 +107,11 @@ class Step(ABC):
 
     def run(self, state: Pass) -> Transfer | None:
         """Run the step on the calling thread and its current stream. Returns the transfer that it starts."""
-        slots, crossing = state.slots, state.crossing
-        if crossing is not None:
-            self._note(crossing, _tensors(slots, self.taken))
+        slots, comm_memory = state.slots, state.comm_memory
+        if comm_memory is not None:
+            self._note(comm_memory, _tensors(slots, self.taken))
         if self.before:
-            run_moves(self.before, slots)
+            run_slot_ops(self.before, slots)
         inputs = [slots[slot] if rows is None else slots[slot][rows] for slot, rows, _ in self.takes]
         # From here on only ``inputs`` refers to tensors that are not needed later.
         for slot in self.frees:
@@ -123,8 +123,8 @@ class Step(ABC):
         if self.transfers:
             sent: Transfer = done  # type: ignore[assignment]  # of these steps
             transfer, results = sent, sent.outputs
-            if crossing is not None:
-                self._note(crossing, (*inputs, *sent.uses, *sent.outputs))
+            if comm_memory is not None:
+                self._note(comm_memory, (*inputs, *sent.uses, *sent.outputs))
         else:
             results = done  # type: ignore[assignment]  # of all others
         del done
@@ -137,20 +137,20 @@ class Step(ABC):
                 if buffer is None:
                     buffer = slots[slot] = tensor.new_empty((num_rows, *tensor.shape[1:]))
                 buffer[rows] = tensor
-        if crossing is not None:
-            self._note(crossing, _tensors(slots, self.given))
+        if comm_memory is not None:
+            self._note(comm_memory, _tensors(slots, self.given))
         if self.after:
-            run_moves(self.after, slots)
+            run_slot_ops(self.after, slots)
         for slot in self.drops:
             slots[slot] = None
         return transfer
 
-    def _note(self, crossing: Crossing, tensors: Iterable[Tensor]) -> None:
+    def _note(self, comm_memory: CommMemory, tensors: Iterable[Tensor]) -> None:
         """Record tensors that the step reads or writes."""
         if self.transfers:
-            crossing.note_transfer(tensors)
+            comm_memory.record_transfer(tensors)
         else:
-            crossing.note_use(tensors)
+            comm_memory.record_use(tensors)
 
     @property
     def taken(self) -> list[int]:
@@ -170,11 +170,11 @@ class Step(ABC):
             names: The names of all slots.
         """
 
-        def named(places: Sequence[Place]) -> str:
+        def named(places: Sequence[SlotRef]) -> str:
             rows = ("" if rows is None else f"[{rows.start}:{rows.stop}]" for _, rows, _ in places)
             return ", ".join(names[place.slot] + part for place, part in zip(places, rows, strict=True))
 
-        def moved(moves: Sequence[Move]) -> list[str]:
+        def moved(moves: Sequence[SlotOp]) -> list[str]:
             return [
                 f"{move.function.__name__}({', '.join(names[slot] for slot in move.sources)})"
                 f" -> {names[move.target]}"
@@ -223,10 +223,12 @@ class RunStage(Step):
         slots, stage, function = state.slots, self.stage, self.function
         block = state.blocks[stage.layer]
         if block.draws:
-            function = block.drawn(function, (stage.kind, stage.chunk), again=stage.again)
+            function = block.with_rng_state(
+                function, (stage.kind, stage.chunk), is_recompute=stage.is_recompute
+            )
         extras = {name: slots[slot] for name, slot in self.extras.items()}
-        if state.crossing is not None:
-            _note_in_graphs(state, state.crossing, self.restores, inputs)
+        if state.comm_memory is not None:
+            _record_in_graphs(state, state.comm_memory, self.restores, inputs)
         if self.segment is None:
             with torch.no_grad():
                 results: Sequence[Tensor | None] = function(block, stage.chunk, *inputs, **extras)
@@ -234,8 +236,8 @@ class RunStage(Step):
         bound = functools.partial(function, block, stage.chunk, **extras)
         recall = block.recall(stage.kind, stage.chunk, inputs) if self.recompute else None
         segment = slots[self.segment] = Segment(bound, inputs, recall=recall, releases=self.releases)
-        if state.crossing is not None:
-            segment.crossed = state.crossing.note_use(inputs)
+        if state.comm_memory is not None:
+            segment.comm_memory = state.comm_memory.record_use(inputs)
         outputs, segment.values = segment.values, ()
         return outputs
 
@@ -258,8 +260,8 @@ class Differentiate(Step):
         """See :class:`Step`."""
         segment: Segment = state.slots[self.segment]
         state.slots[self.segment] = None
-        if state.crossing is not None:
-            state.crossing.note_backward(segment.crossed)
+        if state.comm_memory is not None:
+            state.comm_memory.record_backward(segment.comm_memory)
         products = None if self.products is None else state.slots[self.products]
         return segment.backward(
             inputs, parameters=self.parameters, sums=state.sums[self.stage.layer], products=products
@@ -285,8 +287,8 @@ class AddWeightGradients(Step):
         for slot in self.products:
             slots[slot] = None
         for part in [WeightProducts.joined(parts)] if self.joined else parts:
-            if state.crossing is not None:
-                state.crossing.note_use(part.tensors)
+            if state.comm_memory is not None:
+                state.comm_memory.record_use(part.tensors)
             part.add_to(state.sums[self.stage.layer])
         return ()
 
@@ -314,8 +316,8 @@ class Communicate(Step):
         """See :class:`Step`."""
         block, tensors = state.blocks[self.stage.layer], [inputs[part] for part in self.parts]
         transfer: Transfer = self.function(block, self.chunks, tensors, self.direction)
-        if state.crossing is not None:
-            _note_in_graphs(state, state.crossing, self.restores, transfer.uses, transfers=True)
+        if state.comm_memory is not None:
+            _record_in_graphs(state, state.comm_memory, self.restores, transfer.uses, transfers=True)
         return transfer
 
 
@@ -344,14 +346,14 @@ class Copy(Step):
                 slots[slot] = HostCopies(inputs[part])
         kept: list[InnerTensors | HostCopies] = [slots[slot] for slot in self.kept]
         transfer = Transfer.all_of([copies.load() if self.back else copies.store() for copies in kept])
-        if state.crossing is not None:
-            _note_in_graphs(state, state.crossing, self.restores, transfer.uses, transfers=True)
+        if state.comm_memory is not None:
+            _record_in_graphs(state, state.comm_memory, self.restores, transfer.uses, transfers=True)
         return transfer
 
 
-def _note_in_graphs(
+def _record_in_graphs(
     state: Pass,
-    crossing: Crossing,
+    comm_memory: CommMemory,
     segments: Sequence[int],
     tensors: Sequence[Tensor],
     *,
@@ -360,5 +362,5 @@ def _note_in_graphs(
     """Record that graphs, which will be differentiated later, use these tensors."""
     for slot in segments:
         if transfers:
-            crossing.note_transfer(tensors)
-        state.slots[slot].crossed += crossing.note_use(tensors)
+            comm_memory.record_transfer(tensors)
+        state.slots[slot].comm_memory += comm_memory.record_use(tensors)

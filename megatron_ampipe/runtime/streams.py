@@ -68,7 +68,7 @@ def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> Strea
     return StreamPlan(tuple(waits), frozenset(number for call in waits for number in call), tuple(releases))
 
 
-class Crossing:
+class CommMemory:
     """Records the memory that collectives read or write in one forward pass and its backward, and reports to
     an executor which of it each call uses.
 
@@ -79,16 +79,16 @@ class Crossing:
         self._communicated: dict[int, StorageWeakRef] = {}
         self._used: list[UntypedStorage] = []
 
-    def note_transfer(self, tensors: Iterable[Tensor]) -> None:
+    def record_transfer(self, tensors: Iterable[Tensor]) -> None:
         """Record that the current stage is a collective that reads or writes these tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._communicated[storage._cdata] = StorageWeakRef(storage)
             self._used.append(storage)
 
-    def note_use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
+    def record_use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
         """Record that the current stage computes with these tensors; returns those that collectives use."""
-        crossed = []
+        comm_memory = []
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -96,10 +96,10 @@ class Crossing:
             reference = self._communicated.get(storage._cdata)
             if reference is not None:
                 self._used.append(storage)
-                crossed.append(reference)
-        return tuple(crossed)
+                comm_memory.append(reference)
+        return tuple(comm_memory)
 
-    def note_backward(self, references: Sequence[StorageWeakRef]) -> None:
+    def record_backward(self, references: Sequence[StorageWeakRef]) -> None:
         """Record that the current stage runs the backward of a stage that used these tensors."""
         for reference in references:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_ampipe.runtime.moves import Move
+from megatron_ampipe.runtime.moves import SlotOp
 from megatron_ampipe.runtime.steps import Step
 from megatron_ampipe.runtime.streams import StreamPlan, stream_plan
 from megatron_ampipe.schedule import Direction, Stage, stream_of
@@ -95,7 +95,7 @@ class Tapes:
         above: Slot of the gradient of the output.
         gradient: Slot of the gradient of ``hidden``, after :attr:`finish`.
         finish: Moves that run after the backward pass.
-        again: Blocks whose forward stages run again in the backward pass.
+        for_recompute: Blocks whose forward stages run again in the backward pass.
         names: Names of the slots, for printing.
     """
 
@@ -105,8 +105,8 @@ class Tapes:
     output: int
     above: int
     gradient: int
-    finish: tuple[Move, ...]
-    again: frozenset[int]
+    finish: tuple[SlotOp, ...]
+    for_recompute: frozenset[int]
     names: tuple[str, ...]
 
     def __str__(self) -> str:

@@ -42,8 +42,8 @@ class DataFlow:
         taken: For each row, the tensors that it takes, each with its source.
         given: For each row, the tensors that it gives, each with its source.
         recalled: For each row with ``own_backward``, the tensors that its backward takes with the gradients.
-        once: Kinds that do not run again in a recomputed block: those that run forward only, whose results
-            are kept, and transfers of whose outputs later stages only need the shape.
+        not_recomputed: Kinds that do not run again in a recomputed block: those that run forward only, whose
+            results are kept, and transfers of whose outputs later stages only need the shape.
     """
 
     kinds: tuple[StageKind, ...]
@@ -53,7 +53,7 @@ class DataFlow:
     taken: _Values
     given: _Values
     recalled: _Values
-    once: frozenset[StageKind]
+    not_recomputed: frozenset[StageKind]
 
 
 @functools.lru_cache(maxsize=512)
@@ -78,22 +78,22 @@ def data_flow(features: BlockFeatures) -> DataFlow:
         for kind in rows
         if kind.own_backward
     }
-    once = _once(rows, takers, taken, given)
-    return DataFlow(rows, sources, takers, latest[HIDDEN_STATES.name], taken, given, recalled, once)
+    not_recomputed = _not_recomputed(rows, takers, taken, given)
+    return DataFlow(rows, sources, takers, latest[HIDDEN_STATES.name], taken, given, recalled, not_recomputed)
 
 
 def _tensors(values: Iterable[tuple[Value, Source]]) -> list[tuple[Value, Source]]:
     return [(value, source) for value, source in values if value.layout is not Layout.STATE]
 
 
-def _once(
+def _not_recomputed(
     rows: Sequence[StageKind], takers: Mapping[Source, Sequence[StageKind]], taken: _Values, given: _Values
 ) -> frozenset[StageKind]:
-    """:attr:`DataFlow.once`, found from the last row to the first."""
-    once: set[StageKind] = set()
+    """:attr:`DataFlow.not_recomputed`, found from the last row to the first."""
+    not_recomputed: set[StageKind] = set()
     for kind in reversed(rows):
         by_shape = all(
-            value.by_shape and taker.scope is Scope.CHUNK and (taker.lane.computes or taker in once)
+            value.by_shape and taker.scope is Scope.CHUNK and (taker.lane.computes or taker in not_recomputed)
             for _, given_source in given[kind]
             for taker in takers.get(given_source, ())
             for value, source in taken[taker]
@@ -101,8 +101,8 @@ def _once(
         )
         is_transfer = kind.scope is Scope.CHUNK and not kind.lane.computes
         if not kind.is_differentiated or (is_transfer and by_shape):
-            once.add(kind)
-    return frozenset(once)
+            not_recomputed.add(kind)
+    return frozenset(not_recomputed)
 
 
 def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
@@ -116,12 +116,13 @@ def needs_of(
     """Every stage of one direction, with the stages that must have run before it.
 
     The backward graph is the forward graph with reversed edges, without the kinds that run forward only. A
-    recomputed block also runs its forward graph in it, except :attr:`DataFlow.once`. This recompute begins
-    when the second block above has ended, so that tensors of at most two blocks are kept. Kinds that restore
-    activations depend on each other as in a forward pass; the backward that uses the activations waits for
-    them. A separate weight-gradient stage waits for the input gradient of its stage; nothing waits for it.
-    Gradient reductions wait for all of the block above; ``REDUCE_EXPERTS`` also waits for the feed-forward
-    half of the same block. Copies to and from host memory keep pace with the stages whose tensors they copy.
+    recomputed block also runs its forward graph in it, except :attr:`DataFlow.not_recomputed`. This recompute
+    begins when the second block above has ended, so that tensors of at most two blocks are kept. Kinds that
+    restore activations depend on each other as in a forward pass; the backward that uses the activations
+    waits for them. A separate weight-gradient stage waits for the input gradient of its stage; nothing waits
+    for it. Gradient reductions wait for all of the block above; ``REDUCE_EXPERTS`` also waits for the
+    feed-forward half of the same block. Copies to and from host memory keep pace with the stages whose
+    tensors they copy.
 
     Args:
         schedule: Only two things of it count: whether attention covers the whole sequence, and which weight
@@ -188,7 +189,7 @@ def _needs(
     backward |= _again(forward, backward, layers)
     by_kind: dict[tuple[int, StageKind], list[Stage]] = defaultdict(list)
     for stage in backward:
-        if not stage.again:
+        if not stage.is_recompute:
             by_kind[stage.layer, stage.kind].append(stage)
     _add_needs_of_reductions(backward)
     for stage, waits in restoring.items():
@@ -210,11 +211,11 @@ def _again(
 ) -> dict[Stage, list[Stage]]:
     """The stages that run again, with their dependencies; ``backward`` stages now also wait for them."""
     again = {
-        stage: replace(stage, again=True)
+        stage: replace(stage, is_recompute=True)
         for stage in backward
         if stage in forward
         and layers[stage.layer].recomputed
-        and stage.kind not in data_flow(layers[stage.layer]).once
+        and stage.kind not in data_flow(layers[stage.layer]).not_recomputed
     }
     last = _last_of_layers(backward) if again else {}
 
@@ -251,7 +252,7 @@ def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
 
 def is_of_feed_forward(stage: Stage) -> bool:
     """Whether a stage of a backward pass computes parameter gradients of the feed-forward half."""
-    return (stage.kind.weights_of or stage.kind) in kinds.FEED_FORWARD and not stage.again
+    return (stage.kind.weights_of or stage.kind) in kinds.FEED_FORWARD and not stage.is_recompute
 
 
 def _last_of_layers(needs: _Needs) -> dict[int, list[Stage]]:
@@ -318,7 +319,7 @@ def _with_copies_in_time(
     if not any(stage.kind.copies for stage in needs):
         return bounded
     forward = direction is Direction.FORWARD
-    experts = [stage for stage in needs if stage.kind == kinds.EXPERT and not stage.again]
+    experts = [stage for stage in needs if stage.kind == kinds.EXPERT and not stage.is_recompute]
     experts.sort(key=lambda stage: (stage.layer, stage.chunk), reverse=not forward)
     copies = (kinds.STORE_TOKENS, kinds.STORE) if forward else (kinds.LOAD_TOKENS, kinds.LOAD)
     for before, after in zip(experts, experts[AHEAD:], strict=False):

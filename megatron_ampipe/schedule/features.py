@@ -70,7 +70,7 @@ class BlockFeatures:
         chooses: The router chooses experts for all chunks at once.
         chunked_qkv: Queries, keys and values can be projected chunk by chunk.
         recomputed: Full recompute: the forward pass saves only the input of the block, and its stages run
-            again in the backward pass (``Stage.again``).
+            again in the backward pass (``Stage.is_recompute``).
         drops_normed: The input of router and experts is not saved; the norm before them runs again in the
             backward pass.
         restored: Activations of the experts that are not saved, and how the backward pass restores them: for
@@ -170,8 +170,8 @@ def features_of_settings(
     chunked_qkv = context == 1 and (tensor == 1 or (shares_schedule and not limited))
     row_links = ""
     if local and tensor > 1 and settings.sequence_parallel:
-        near = _within_node(settings, tensor, own.ranks_per_node)
-        row_links = (INTRA_LANE if near else COMM_LANE).resource
+        within_node = _within_node(settings, tensor, own.ranks_per_node)
+        row_links = (INTRA_LANE if within_node else COMM_LANE).resource
     features = BlockFeatures(
         losses=with_losses and router_has_losses(settings),
         shared=settings.moe_shared_expert_intermediate_size is not None,
@@ -296,7 +296,7 @@ def boundary(settings: MegatronSettings, *, whole_attention: bool) -> str | None
         if balances(settings):
             return f"{tensor} balancing compares the tokens of a rank"
         if whole_attention:
-            return f"{tensor} attention of the whole sequence needs Megatron's order of the rows"
+            return f"{tensor} unchunked attention requires Megatron's row order"
         if any(getattr(settings, name, None) for name in records):
             return f"{tensor} records of the routing need Megatron's order of the rows"
     if getattr(settings, "use_megatron_fsdp", False):

@@ -235,7 +235,7 @@ def _attention(block: BlockFeatures) -> _Candidates:
 def _experts(block: BlockFeatures) -> _Candidates:
     """From the router to the output of the block, and the kinds that restore saved activations."""
     # Ranks that share an expert use the links within their node, if tokens are sent between nodes.
-    near = INTRA_LANE if block.nodes or block.gathers == INTRA else COMM_LANE
+    node_lane = INTRA_LANE if block.nodes or block.gathers == INTRA else COMM_LANE
     gathers = bool(block.gathers)
     rebuilds, redispatches, offloads, offloads_tokens = map(block.restores, Restored)
     # The outputs of latent experts are projected here, so the backward needs their values.
@@ -250,10 +250,10 @@ def _experts(block: BlockFeatures) -> _Candidates:
         (True, DISPATCH),
         (block.nodes, SPREAD),
         (offloads_tokens, STORE_TOKENS),
-        (gathers, replace(GATHER, lane=near)),
+        (gathers, replace(GATHER, lane=node_lane)),
         (True, EXPERT),
         (offloads, STORE),
-        (gathers, replace(SCATTER, lane=near)),
+        (gathers, replace(SCATTER, lane=node_lane)),
         (block.nodes, COLLECT),
         (True, COMBINE),
         (block.condensed, EXPAND),
@@ -262,7 +262,7 @@ def _experts(block: BlockFeatures) -> _Candidates:
         (redispatches, REDISPATCH),
         (redispatches and block.nodes, RESPREAD),
         (offloads_tokens, LOAD_TOKENS),
-        (gathers and (redispatches or offloads_tokens), replace(REGATHER, lane=near)),
+        (gathers and (redispatches or offloads_tokens), replace(REGATHER, lane=node_lane)),
         (rebuilds, REBUILD),
         (any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*methods} for methods in block.restored), RESORT),
         (offloads, LOAD),

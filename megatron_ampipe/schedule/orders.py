@@ -252,9 +252,11 @@ def _program(
     lanes: dict[str, list[Stage]] = {COMPUTE: compute, COMM: []}
 
     def add(stage: Stage) -> None:
-        near = [Stage(rows[kind], stage.chunk) for kind in _NEAR.get(stage.kind, ()) if kind in rows]
+        local_transfers = [
+            Stage(rows[kind], stage.chunk) for kind in _NEAR.get(stage.kind, ()) if kind in rows
+        ]
         to_experts = (stage.kind == COMBINE) is (direction is Direction.BACKWARD)
-        transfers = [stage, *near]
+        transfers = [stage, *local_transfers]
         for transfer in transfers if to_experts or stage.kind == kinds.REDISPATCH else transfers[::-1]:
             lanes.setdefault(transfer.kind.lane.name, []).append(transfer)
 

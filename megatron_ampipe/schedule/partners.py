@@ -58,7 +58,7 @@ class Partner:
         return f"{degree}, {self.schedule}, {order}"
 
 
-def together[S](
+def merge_passes[S](
     lanes: Mapping[tuple[str, bool], Sequence[S]],
     needs: Mapping[S, Sequence[S]],
     times: Mapping[S, float],
@@ -108,7 +108,7 @@ _TRANSFER, _SMALL = 4.0, 0.2
 _TIMES = {kinds.QKV: 1.0, kinds.ATTENTION: 2.0, kinds.EXPERT: 4.0, kinds.SHARED: 1.0, kinds.MLP: 3.0}
 
 
-def usual_time(stage: Stage, *, weights_apart: bool) -> float:
+def usual_time(stage: Stage, *, delay_wgrad: bool) -> float:
     """A rough time of a stage that nobody has measured or predicted, in any unit.
 
     The transfers of a block take about half as long as its computation.
@@ -117,8 +117,8 @@ def usual_time(stage: Stage, *, weights_apart: bool) -> float:
         return _TRANSFER
     time = _TIMES.get(stage.kind.weights_of or stage.kind, _SMALL)
     # Input gradients and weight gradients each take as long as the forward pass.
-    whole = not stage.ahead and not stage.computes_values and stage.kind.weights_of is None
-    return time if not whole or weights_apart else 2 * time
+    whole = not stage.of_next_microbatch and not stage.computes_values and stage.kind.weights_of is None
+    return time if not whole or delay_wgrad else 2 * time
 
 
 def shared_lanes(
@@ -133,15 +133,15 @@ def shared_lanes(
     """
     lanes: dict[tuple[str, bool], list[Stage]] = {}
     for lane, stage in stages:
-        lanes.setdefault((lane, stage.ahead), []).append(stage)
+        lanes.setdefault((lane, stage.of_next_microbatch), []).append(stage)
     if partner.is_listed:
         apart = {stage.kind.weights_of for _, stage in stages}
-        times = {stage: usual_time(stage, weights_apart=stage.kind in apart) for _, stage in stages}
+        times = {stage: usual_time(stage, delay_wgrad=stage.kind in apart) for _, stage in stages}
         order = _longest_first([stage for _, stage in stages], list(lanes.values()), needs, times)
     else:
         lane_of = {stage: lane for lane, stage in stages}
         times, order = {}, _in_period(_period_of(partner, lane_of), lane_of, needs)
-    return together(lanes, needs, times, {stage: place for place, stage in enumerate(order)})
+    return merge_passes(lanes, needs, times, {stage: place for place, stage in enumerate(order)})
 
 
 def _longest_first(
@@ -176,14 +176,16 @@ def in_order_of(
         return schedule
     forward = direction is Direction.FORWARD
     needs = {
-        replace(stage, ahead=forward): tuple(replace(needed, ahead=forward) for needed in all_needed)
+        replace(stage, of_next_microbatch=forward): tuple(
+            replace(needed, of_next_microbatch=forward) for needed in all_needed
+        )
         for stage, all_needed in needs_of(schedule, layers, direction).items()
     }
     own = schedule.program(direction).lanes
-    lane_of = {replace(stage, ahead=forward): lane for lane, stages in own for stage in stages}
+    lane_of = {replace(stage, of_next_microbatch=forward): lane for lane, stages in own for stage in stages}
     lanes: dict[str, list[Stage]] = {lane: [] for lane, _ in own}
     for stage in _in_period(_period_of(partner, lane_of), lane_of, needs):
-        lanes[lane_of[stage]].append(replace(stage, ahead=False))
+        lanes[lane_of[stage]].append(replace(stage, of_next_microbatch=False))
     program = Program.of(lanes)
     return replace(schedule, forward=program) if forward else replace(schedule, backward=program)
 
@@ -227,18 +229,18 @@ def megatron_period(lane_of: Mapping[Stage, str]) -> Program:
 
     def place(stage: Stage) -> int:
         kind = stage.kind
-        if stage.ahead:
+        if stage.of_next_microbatch:
             return _FORWARD[_part(kind)]
         if kind.weights_of is not None:
             return 5 if _part(kind.weights_of) == "experts" else 8
         if kind.of_parameters:
             return 9
-        return -1 if stage.again else 0 if kind.restores is not None else _BACKWARD[_part(kind)]
+        return -1 if stage.is_recompute else 0 if kind.restores is not None else _BACKWARD[_part(kind)]
 
     lanes: dict[str, list[Stage]] = {}
     for stage in sorted(lane_of, key=place):
         # Stages after the combine belong to the next turn, in which another layer has begun its backward.
-        late = stage.ahead and _part(stage.kind) == "after"
+        late = stage.of_next_microbatch and _part(stage.kind) == "after"
         lanes.setdefault(lane_of[stage], []).append(replace(stage, layer=-1 if late else 0))
     return Program.of(lanes)
 

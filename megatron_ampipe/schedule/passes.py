@@ -34,7 +34,7 @@ def period(schedule: Schedule) -> Schedule:
     if schedule.repeats:
         return schedule
     forward = schedule.forward
-    backward = schedule.backward.mapped(lambda stages: (stage for stage in stages if not stage.again))
+    backward = schedule.backward.mapped(lambda stages: (stage for stage in stages if not stage.is_recompute))
     if kinds.QKV not in forward.whole and len(forward.lanes) > 1:
         forward, backward = _merging(forward, -1), _merging(backward, 1)
     return replace(schedule, forward=forward, backward=backward, repeats=True)
@@ -73,9 +73,11 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         )
 
     whole = replace(schedule.mapped(unroll), repeats=False)
-    runs_again = any(stage.again for stage in whole.backward.stages)
+    runs_again = any(stage.is_recompute for stage in whole.backward.stages)
     lacks_others = any(
-        stage.kind not in _PLACEABLE and stage.kind.restores is None and (runs_again or not stage.again)
+        stage.kind not in _PLACEABLE
+        and stage.kind.restores is None
+        and (runs_again or not stage.is_recompute)
         for direction in Direction
         for stage in needs_of(whole, layers, direction).keys() - set(whole.program(direction).stages)
     )
@@ -86,7 +88,8 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
 def repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> Iterator[Stage]:
     """Repeat a lane's stages of one period for each layer, in the layer order of the pass.
 
-    Stages of the next micro-batch's forward pass (``ahead``) go through the layers in the opposite order.
+    Stages of the next micro-batch's forward pass (``of_next_microbatch``) go through the layers in the
+    opposite order.
     """
     furthest = max((stage.layer for stage in stages), default=0)
     earliest = min((stage.layer for stage in stages), default=0)
@@ -94,7 +97,7 @@ def repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> 
         for stage in stages:
             passed = turn + stage.layer
             if 0 <= passed < num_layers:
-                goes_up = direction is Direction.FORWARD or stage.ahead
+                goes_up = direction is Direction.FORWARD or stage.of_next_microbatch
                 layer = passed if goes_up else num_layers - 1 - passed
                 yield replace(stage, layer=layer)
 
@@ -121,7 +124,7 @@ def _completed(program: Program, needs: Mapping[Stage, Sequence[Stage]], *, in_o
     # Lanes that are taken from one order that respects all dependencies cannot deadlock.
     before = {stage: tuple(other for other in needs[stage] if other in lane_of) for stage in lane_of}
     order = [stage for _, stage in issue_order(program, before, host_waits=False)]
-    if not any(stage.again for stage in order):
+    if not any(stage.is_recompute for stage in order):
         order = _with_stages_again(order, needs)
     for stage in _with_reductions(completed(order, needs), needs, lane_of, in_one_chunk=in_one_chunk):
         own = COMPUTE if len(program.lanes) == 1 else stage.kind.lane.name
@@ -161,13 +164,13 @@ def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[St
 
     A stage may be placed before one that it needs.
     """
-    layers = {stage.layer for stage in needs if stage.again}
+    layers = {stage.layer for stage in needs if stage.is_recompute}
     if not layers:
         return list(order)
     plain = {
-        stage: [other for other in needed if not other.again]
+        stage: [other for other in needed if not other.is_recompute]
         for stage, needed in needs.items()
-        if not stage.again
+        if not stage.is_recompute
     }
     by_layer = sorted(
         completed(order, plain), key=lambda stage: sum(layer >= stage.layer for layer in layers)
@@ -191,7 +194,7 @@ def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[St
 
 def _again(order: Sequence[Stage], layer: int, needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
     """The stages of a layer that run again, with each transfer as early as possible."""
-    again = (replace(stage, again=True) for stage in reversed(order) if stage.layer == layer)
+    again = (replace(stage, is_recompute=True) for stage in reversed(order) if stage.layer == layer)
     mirrored = [stage for stage in again if stage in needs]
     transfers = [stage for stage in mirrored if stage.is_communication]
     started: dict[Stage, None] = {}

@@ -27,36 +27,36 @@ class Stage:
         layer: Index of the block among those that share a schedule, from 0. In a schedule that repeats
             (``Schedule.repeats``), the offset of the block in the order of the pass; negative for a block
             that the pass has already gone through.
-        again: A stage of the forward pass that runs again in the backward pass
+        is_recompute: A stage of the forward pass that runs again in the backward pass
             (:attr:`~.features.BlockFeatures.recomputed`).
-        ahead: A stage of the forward pass of the next micro-batch, in the program of a backward pass
-            (:mod:`.partners`).
+        of_next_microbatch: A stage of the forward pass of the next micro-batch, in the program of a backward
+            pass (:mod:`.partners`).
     """
 
     kind: StageKind
     chunk: int | None = None
     layer: int = 0
-    again: bool = False
-    ahead: bool = False
+    is_recompute: bool = False
+    of_next_microbatch: bool = False
 
     def __hash__(self) -> int:
         # As that of a dataclass, without a call for the kind: stages are keys of many tables.
-        return hash((self.kind.name, self.chunk, self.layer, self.again, self.ahead))
+        return hash((self.kind.name, self.chunk, self.layer, self.is_recompute, self.of_next_microbatch))
 
     @property
     def name(self) -> str:
         """The name within its layer: ``expert.2``, or ``again:expert.2``."""
         name = self.kind.name if self.chunk is None else f"{self.kind.name}.{self.chunk}"
-        return AGAIN + name if self.again else name
+        return AGAIN + name if self.is_recompute else name
 
     def __str__(self) -> str:
-        name = f"{AHEAD}{self.name}" if self.ahead else self.name
+        name = f"{AHEAD}{self.name}" if self.of_next_microbatch else self.name
         return f"{name}@{self.layer}" if self.layer else name
 
     @property
     def computes_values(self) -> bool:
         """Whether it computes values, not gradients, even in the backward pass."""
-        return self.again or self.kind.restores is not None
+        return self.is_recompute or self.kind.restores is not None
 
     @property
     def is_communication(self) -> bool:
@@ -151,8 +151,8 @@ class Schedule:
             return (stage,)
         size = self.num_chunks // self.degree_of(direction)
         chunks = range(stage.chunk * size, (stage.chunk + 1) * size)
-        ordered = chunks if direction is Direction.FORWARD or stage.again else reversed(chunks)
-        return tuple(Stage(stage.kind, chunk, stage.layer, stage.again) for chunk in ordered)
+        ordered = chunks if direction is Direction.FORWARD or stage.is_recompute else reversed(chunks)
+        return tuple(Stage(stage.kind, chunk, stage.layer, stage.is_recompute) for chunk in ordered)
 
     def program(self, direction: Direction) -> Program:
         """The program of one direction."""

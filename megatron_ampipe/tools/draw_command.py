@@ -138,14 +138,17 @@ def first_pass(spans: Sequence[StageSpan], iteration: int | None, wanted: int | 
     ends_us: dict[tuple[str, int], float] = {}
     for span in spans:
         if span.iteration == iteration:
-            stage, program = (span.lane, span.stage, span.direction, span.ahead), (span.program, span.layer)
+            stage, program = (
+                (span.lane, span.stage, span.direction, span.of_next_microbatch),
+                (span.program, span.layer),
+            )
             first = firsts.setdefault((*program, *stage), span)
             if first is not span:
                 ends_us[program] = max(ends_us.get(program, 0.0), first.end_us)
     drawn = [
         span
         for span in firsts.values()
-        if span.ahead or span.begin_us < ends_us.get((span.program, span.layer), math.inf)
+        if span.of_next_microbatch or span.begin_us < ends_us.get((span.program, span.layer), math.inf)
     ]
     dispatching = [span.layer for span in drawn if span.kind == "dispatch"]
     layer = wanted or min(dispatching or [span.layer for span in drawn], default=0)

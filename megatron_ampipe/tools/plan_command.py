@@ -219,7 +219,7 @@ UNNAMED = SimpleNamespace(
     stage_parameters={},
     run=lambda kind: (0, None),
     differentiate=lambda kind: (0, None),
-    weights_apart=lambda kind, products: None,
+    delay_wgrad=lambda kind, products: None,
 )
 """Replaces the functions of a block whose tape is only printed."""
 

@@ -147,7 +147,7 @@ def _draw_bars(
         red, green, blue = fill = _fill(span)
         # A gap between neighbours: a white edge would cover narrow ones completely.
         bar = (begin_ms, length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms))
-        bars[row - _BAR / 2, _BAR, fill, span.ahead].append(bar)
+        bars[row - _BAR / 2, _BAR, fill, span.of_next_microbatch].append(bar)
         if len(layers) > 1:
             shade = _SHADES[layers.index(span.layer) % len(_SHADES)]
             bars[row - _BAR / 2, _STRIP, shade, False].append(bar)
@@ -180,7 +180,7 @@ def _legend(spans: Sequence[StageSpan], layers: Sequence[int]) -> list[Patch]:
     handles = [Patch(facecolor=_colour(chunk), label=f"chunk {chunk}") for chunk in chunks]
     if any(span.chunk is None for span in spans):
         handles.append(Patch(facecolor=_WHOLE_BLOCK, label="whole block"))
-    if any(span.ahead for span in spans):
+    if any(span.of_next_microbatch for span in spans):
         handles.append(Patch(facecolor=FAINT, edgecolor=PAPER, hatch=_HATCH, label="next micro-batch"))
     for place, shade in enumerate(_SHADES[: len(layers)] if len(layers) > 1 else ()):
         first, *others = layers[place :: len(_SHADES)]

@@ -15,10 +15,10 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from megatron_ampipe.exchange.codecs import Trip, Wire
+from megatron_ampipe.exchange.codecs import TransferId, Wire
 from megatron_ampipe.schedule import Direction
 
-_TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
+_TRIP = TransferId(1, 0, "dispatch", Direction.FORWARD)
 
 
 class _RoundTrip(torch.autograd.Function):

@@ -139,7 +139,7 @@ def test_copies_of_single_functions_do_not_wait() -> None:
         assert rows.is_cuda and keys.is_cuda
         dispatcher.set_counts(torch.arange(8, device="cuda"))
         dispatcher.transport()
-        by_source, by_expert = dispatcher.told.pieces
+        by_source, by_expert = dispatcher.splits.pieces
         assert by_source.is_cuda and by_expert.is_cuda
         experts = router.experts_of(torch.arange(16, device="cuda"))
         assert [call for _, call in HOST.waits] == [EVENT]
@@ -156,7 +156,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str, dict[str, Any]]] = {
         r"forward combine\.1: .* reads what forward expert\.1: .* has used", {},
     ),
     "a dropped hold": (
-        "megatron_ampipe.runtime.streams.Crossing.note_use", lambda crossing, tensors: (),
+        "megatron_ampipe.runtime.streams.CommMemory.record_use", lambda comm_memory, tensors: (),
         r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         {"issue": lazy_issue},
     ),

@@ -7,13 +7,13 @@ import torch
 
 from megatron_ampipe.block.settings import Settings, check_threshold
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.codecs import Condenser, Trip, load_wire
+from megatron_ampipe.exchange.codecs import Condenser, TransferId, load_wire
 from megatron_ampipe.launch.recording import compared_rows
 from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
 from megatron_ampipe.schedule.pipeline import check_condense
 
-TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
+TRIP = TransferId(1, 0, "dispatch", Direction.FORWARD)
 
 
 def round_trip(name: str, rows: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -56,13 +56,19 @@ def traces(tmp_path: Path) -> Path:
 
 def test_a_pass_ahead_is_shown_with_the_backward_pass(tmp_path: Path) -> None:
     spans = [
-        replace(span, direction="forward", ahead=True, begin_us=span.begin_us + 500, end_us=span.end_us + 500)
+        replace(
+            span,
+            direction="forward",
+            of_next_microbatch=True,
+            begin_us=span.begin_us + 500,
+            end_us=span.end_us + 500,
+        )
         for span in one_pass(0.0, layer=2, direction="backward", iteration=1)
     ]
     both = Timeline(0, tuple(one_pass(0.0, layer=1, direction="backward", iteration=1) + spans), {})
     both.write_chrome(tmp_path / "rank0.trace.json")
     read = Timeline.read_chrome(tmp_path / "rank0.trace.json")
-    assert [span.ahead for span in read.spans] == [False] * 5 + [True] * 5
+    assert [span.of_next_microbatch for span in read.spans] == [False] * 5 + [True] * 5
     # Layers that run at the same time are drawn together.
     assert {span.layer for span in first_pass(read.spans, 1, None)} == {1, 2}
     assert read.hidden_by["partner"] > 0 < read.hidden_by["other stages"]
@@ -74,7 +80,10 @@ def test_only_the_first_of_passes_with_other_chunks_is_drawn() -> None:
     """The last backward pass has no partner, and is cut."""
     cut = one_pass(0.0, layer=1, direction="backward", iteration=1)
     uncut = [span for span in cut if span.chunk != 1]
-    ahead = [replace(span, direction="forward", ahead=True, begin_us=6000.0, end_us=7000.0) for span in uncut]
+    ahead = [
+        replace(span, direction="forward", of_next_microbatch=True, begin_us=6000.0, end_us=7000.0)
+        for span in uncut
+    ]
     # Its second chunk comes first.
     last = [replace(s, begin_us=9e4 - 1e4 * (s.chunk == 1), end_us=1e5) for s in cut]
     spans = sorted([*uncut, *ahead, *last], key=lambda span: span.begin_us)

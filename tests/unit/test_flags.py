@@ -126,7 +126,7 @@ def test_a_plan_file_is_run_where_the_flags_do_not_say_otherwise(plan_file: str)
     for words in ("--ampipe-stack 4", "--ampipe-memory keep", "--ampipe-exchange rows"):
         with pytest.raises(BadInput, match=f"{words}: is not that of the plan in"):
             parse(*restart, *words.split())
-        with pytest.raises(BadInput, match=f"{words}: conflicts with the plan .*, which says it"):
+        with pytest.raises(BadInput, match=f"{words}: the plan .* already sets this"):
             parse("--ampipe-plan", plan_file, *words.split())
 
 

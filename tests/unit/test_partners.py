@@ -14,7 +14,7 @@ import torch
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.torch_calls import HostStream
-from megatron_ampipe.plan.partners import as_megatron, best_together, both_passes
+from megatron_ampipe.plan.partners import as_megatron, best_partners, both_passes
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -22,7 +22,7 @@ from megatron_ampipe.runtime import partners
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.schedule import KEEP, LISTED, Direction, Exchange, Partner, Pipeline, program_from_text
-from megatron_ampipe.schedule.partners import together
+from megatron_ampipe.schedule.partners import merge_passes
 from megatron_ampipe.tools.plan_command import UNNAMED
 from tests.plan_cases import cluster, sized_block
 
@@ -32,10 +32,10 @@ def test_the_stage_that_can_begin_first_is_next_in_its_lane() -> None:
     lanes = {("compute", False): [0, 2], ("comm", False): [1], ("compute", True): [3, 5], ("comm", True): [4]}
     needs: dict[int, list[int]] = {0: [], 1: [0], 2: [1], 3: [], 4: [3], 5: [4]}
     times, rank = dict.fromkeys(range(6), 2.0), {number: number for number in range(6)}
-    assert together(lanes, needs, times, rank) == {"compute": [0, 3, 2, 5], "comm": [1, 4]}
+    assert merge_passes(lanes, needs, times, rank) == {"compute": [0, 3, 2, 5], "comm": [1, 4]}
     # A transfer that waits for nothing ends before a long computation.
     needs[1], times[0] = [], 4.0
-    assert together(lanes, needs, times, rank)["compute"] == [0, 2, 3, 5]
+    assert merge_passes(lanes, needs, times, rank)["compute"] == [0, 2, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ PREDICTED = {
 def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
     dense = (0,) if "dense" in name else ()
     predictor = Predictor(PREDICTED[name], cluster("dgx-h100"), num_layers=3, dense=dense)
-    best, megatron = best_together(predictor, (1, 2)), as_megatron(predictor)
+    best, megatron = best_partners(predictor, (1, 2)), as_megatron(predictor)
     assert best.bound_us(predictor) <= best.time_us <= megatron.time_us
     for partner in (best.partner, megatron.partner, Partner(1, best.partner.schedule, LISTED)):
         program = both_passes(predictor, partner).compiled

@@ -77,7 +77,7 @@ def test_a_dropped_output_is_computed_again_once_for_all_stages_that_took_it() -
     for half in range(2):
 
         def stage(rows: Tensor, half: int = half) -> tuple[Tensor, ...]:
-            with recomputed(rows, lambda: dropped.again().split(3)[half]):
+            with recomputed(rows, lambda: dropped.recompute().split(3)[half]):
                 return project(rows, weight)
 
         takers.append(Segment(stage, [output.split(3)[half]]))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ampipe.runtime.streams import Crossing, stream_plan
+from megatron_ampipe.runtime.streams import CommMemory, stream_plan
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ def test_streams_wait_once_and_memory_is_released_when_all_are_after_its_use(
 
 
 def test_memory_of_collectives_and_its_views_is_reported_until_it_is_released() -> None:
-    crossing = Crossing()
+    comm_memory = CommMemory()
     received, other = torch.zeros(4, 2), torch.zeros(4, 2)
-    crossing.note_transfer([received])
-    assert len(crossing.take()) == 1
-    references = crossing.note_use([received[1:], other, None])
-    assert len(references) == len(crossing.take()) == 1
-    crossing.note_backward(references)
-    assert [storage._cdata for storage in crossing.take()] == [received.untyped_storage()._cdata]
+    comm_memory.record_transfer([received])
+    assert len(comm_memory.take()) == 1
+    references = comm_memory.record_use([received[1:], other, None])
+    assert len(references) == len(comm_memory.take()) == 1
+    comm_memory.record_backward(references)
+    assert [storage._cdata for storage in comm_memory.take()] == [received.untyped_storage()._cdata]
     del received
-    crossing.note_backward(references)
-    assert crossing.take() == []
+    comm_memory.record_backward(references)
+    assert comm_memory.take() == []

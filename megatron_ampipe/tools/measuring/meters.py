@@ -35,7 +35,7 @@ from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor, RunCall, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import is_host_memory
-from megatron_ampipe.runtime.streams import Crossing
+from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds, stage_from_text
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
@@ -72,7 +72,9 @@ class StageTimer:
         self._busy_s: dict[str, float] = {}
         self._issued_us: dict[tuple[str, str], list[float]] = {}
 
-    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+    def execute(
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: CommMemory | None = None
+    ) -> None:
         """Every stage once, each recorded while nothing else runs."""
 
         def name(stage: Stage) -> str:
@@ -85,7 +87,7 @@ class StageTimer:
         for call in tape.calls:
             stage, begin_s = call.stage, time.perf_counter()
             if stage.is_communication and not stage.kind.copies:
-                meet(on_cuda=on_cuda)
+                barrier(on_cuda=on_cuda)
                 if self._saved_bytes and not is_first:
                     _spend(self._saved_bytes, self._ranks_per_node)
                 is_first = False
@@ -148,13 +150,13 @@ def run_lanes(
         compute()
         return None
 
-    meet(on_cuda=torch.cuda.is_available())
+    barrier(on_cuda=torch.cuda.is_available())
     with torch.no_grad():
         executor.execute(Tape.of(order, {stage: () for _, stage in order}), run, recorder)
     return list(recorder.timeline(rank=0, labels={}).spans)
 
 
-def meet(*, on_cuda: bool) -> None:
+def barrier(*, on_cuda: bool) -> None:
     """Wait until every rank is here and idle."""
     if on_cuda:
         torch.cuda.synchronize()
@@ -276,7 +278,9 @@ class WatchedExecutor:
     def __init__(self, executor: Executor, meter: TensorMeter) -> None:
         self._executor, self._meter = executor, meter
 
-    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+    def execute(
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: CommMemory | None = None
+    ) -> None:
         """Every stage once, as the other executor runs it."""
         computing = threading.get_ident()
 
@@ -287,7 +291,7 @@ class WatchedExecutor:
             with Watch(self._meter):
                 return run(call)
 
-        self._executor.execute(tape, watched, recorder, crossing)
+        self._executor.execute(tape, watched, recorder, comm_memory)
 
 
 def sent_bytes() -> int:

@@ -38,7 +38,7 @@ from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES
 from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.meters import Clock, meet, run_lanes
+from megatron_ampipe.tools.measuring.meters import Clock, barrier, run_lanes
 from megatron_ampipe.tools.measuring.ranks import Rank
 
 CUTS = (1, 2, 4, 8, 16)
@@ -62,7 +62,7 @@ def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
     operations = Operations(rank, kernel=block["kernel"])
     links = links_of(job.ranks_per_node or job.num_ranks)
     samples = timed(rank, list(operations.computation()))
-    meet(on_cuda=job.on_cuda)
+    barrier(on_cuda=job.on_cuda)
     samples += timed(rank, [probe for link in links for probe in operations.traffic(*link)])
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if job.on_cuda else 0
     return {
@@ -133,7 +133,7 @@ def timed(rank: Rank[BenchJob], probes: Sequence[Probe]) -> list[Sample]:
     for number in range(job.warmup + job.repeats):
         for times, probe in zip(times_us, probes, strict=True):
             if probe.together:
-                meet(on_cuda=job.on_cuda)
+                barrier(on_cuda=job.on_cuda)
             clock = Clock(on_cuda=job.on_cuda)
             probe.operation()
             times += [clock.passed_s() * 1e6] * (number >= job.warmup)
@@ -248,13 +248,13 @@ class Operations:
         yield _of_bytes("copy", tokens.nbytes, copy, count=2)
 
     def traffic(
-        self, name: str, exchange: dist.ProcessGroup, everyone: dist.ProcessGroup, near: int
+        self, name: str, exchange: dist.ProcessGroup, everyone: dist.ProcessGroup, ranks_per_node: int
     ) -> Iterator[Probe]:
         for rows in self._rows(exchange):
             yield self._exchange(f"{name}.all_to_all", exchange, rows)
         sizes, ranks = self._rows(everyone), everyone.size()
-        for rows in sizes if near > 1 else ():
-            yield self._exchange(f"{name}.direct_all_to_all", everyone, rows, near=near)
+        for rows in sizes if ranks_per_node > 1 else ():
+            yield self._exchange(f"{name}.direct_all_to_all", everyone, rows, ranks_per_node=ranks_per_node)
         for rows in (1, *(rows // ranks for rows in sizes)):
             part = self._random(rows, self._case.hidden)
             whole, sent = part.repeat(ranks, 1), part.nbytes * (ranks - 1)
@@ -268,8 +268,10 @@ class Operations:
             yield _of_bytes(f"{name}.all_gather", sent, gather, together=True)
             yield _of_bytes(f"{name}.reduce_scatter", sent, reduce, together=True)
 
-    def _exchange(self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1) -> Probe:
-        """An all-to-all of tokens and probabilities; its size is the bytes that leave ``near`` ranks."""
+    def _exchange(
+        self, family: str, group: dist.ProcessGroup, rows: int, *, ranks_per_node: int = 1
+    ) -> Probe:
+        """An all-to-all of tokens and probabilities; its size is the bytes that leave the node."""
         ranks = group.size()
         tensors = [self._random(rows, self._case.hidden), torch.zeros(rows, device=self._device)]
         splits = [rows // ranks] * ranks
@@ -277,7 +279,7 @@ class Operations:
         def exchange() -> None:
             exchange_rows(tensors, send=splits, receive=splits, group=group).wait()
 
-        sent = sum(tensor.nbytes for tensor in tensors) * (ranks - near) / ranks
+        sent = sum(tensor.nbytes for tensor in tensors) * (ranks - ranks_per_node) / ranks
         return _of_bytes(family, sent, exchange, together=True)
 
     def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:

@@ -22,9 +22,9 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     the cluster's nodes have another number of ranks.
     """
     layers, ranks = document["layers"], document["ranks"]
-    near = document.get("ranks_per_node") or ranks
-    if min(cluster.ranks_per_node, ranks) != near:
-        rule = f"{cluster.ranks_per_node} is not that of the result: {ranks} ranks, {near} per node"
+    ranks_per_node = document.get("ranks_per_node") or ranks
+    if min(cluster.ranks_per_node, ranks) != ranks_per_node:
+        rule = f"{cluster.ranks_per_node} is not that of the result: {ranks} ranks, {ranks_per_node} per node"
         cluster.refuse("ranks_per_node", rule, "Profile with the --ranks and --ranks-per-node of the result.")
     for case in document["cases"]:
         predictor = Predictor(block_of(case, document["ranks"]), cluster)

@@ -29,7 +29,7 @@ from megatron_ampipe.tools.measuring.meters import (
     TensorMeter,
     Watch,
     WatchedExecutor,
-    meet,
+    barrier,
     sent_bytes_by_class,
     stage_times,
 )
@@ -171,7 +171,7 @@ class Passes:
         gc.disable()
         try:
             sent_before = sent_bytes_by_class() if self._counts_wire else {}
-            meet(on_cuda=self.on_cuda)
+            barrier(on_cuda=self.on_cuda)
             begin = time.perf_counter()
             output, _ = layer(hidden_states=hidden, attention_mask=None)
             between = Clock(on_cuda=self.on_cuda)
@@ -181,7 +181,7 @@ class Passes:
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have received all its data while a peer still receives.
-                meet(on_cuda=self.on_cuda)
+                barrier(on_cuda=self.on_cuda)
                 sent = sent_bytes_by_class()
                 wire_bytes = {name: count - sent_before[name] for name, count in sent.items()}
             return PassSample(wall_s, backward_s, wire_bytes), output, hidden
