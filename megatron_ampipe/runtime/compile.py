@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
+from megatron_ampipe.runtime.gradient_slots import gradients_of
 from megatron_ampipe.runtime.moves import SlotOp, make, make_sums
 from megatron_ampipe.runtime.saved_steps import bind_backward, bind_forward, bind_restoring
 from megatron_ampipe.runtime.segment import WeightProducts
-from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers, gradients_of
+from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers
 from megatron_ampipe.runtime.steps import (
     NOTHING,
     ZERO,
@@ -77,7 +78,7 @@ def compiled(
         issued = issue_order(schedule.program(direction), needs, host_waits=host_waits)
         calls[direction] = _calls(issued, needs, direction, steps)
     finish: list[SlotOp] = []
-    gradient = steps.gradients[0].of_hidden(blocks[0].indices, finish) if keep_graph else NOTHING
+    gradient = steps.gradients[0].of_input(blocks[0].indices, finish) if keep_graph else NOTHING
     free_slots(
         [call for direction in Direction for call in calls[direction]],
         pinned={NOTHING, ZERO, output, gradient, *(slot for move in finish for slot in move.slots)},
