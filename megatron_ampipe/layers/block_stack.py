@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.block_pass import BlockPass
+from megatron_ampipe.layers.block_pass import BlockPass, MicroBatch
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
@@ -140,21 +140,12 @@ class BlockStack:
         if keep_graph:
             refuse_outer_checkpoint(context)
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
-        token_ids = self._token_ids(chunks, hidden)
         graphs = None
         if keep_graph and context.graph_modules and not context.recorder.recording:
             graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
+        micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, self._token_ids(chunks, hidden))
         passes = [
-            BlockPass(
-                block,
-                block_features,
-                hidden,
-                chunks=chunks,
-                whole=whole,
-                rotary_pos_emb=rotary_pos_emb,
-                documents=block.separate(documents),
-                token_ids=token_ids,
-            )
+            BlockPass(block, block_features, hidden, micro_batch)
             for block, block_features in zip(blocks, features, strict=True)
         ]
         tapes = self._tapes(context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph)
