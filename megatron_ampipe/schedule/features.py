@@ -102,10 +102,10 @@ class BlockFeatures:
         return self.saved.recomputes_block
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
-        """The features for one chunk, see :meth:`SavedPolicy.of_chunks`."""
+        """The features for one chunk, see :meth:`SavedPolicy.of_chunk`."""
         if len(self.saved.experts) <= 1:
             return self
-        return replace(self, saved=self.saved.of_chunks(chunk, degree))
+        return replace(self, saved=self.saved.of_chunk(chunk, degree))
 
     @property
     def without_experts(self) -> BlockFeatures:
