@@ -51,7 +51,7 @@ class Part:
 
 PREDICTED = tables.PREDICTED
 GPU_LINK = "--link emulated:20GB/s"
-PRETENDED = f"{GPU_LINK} --pretend-peers"
+EMULATED_PEERS = f"{GPU_LINK} --emulate-peers"
 FSMOE_SAMPLE = (
     *("b1-h8-l512-m1024-x2-f1.2-simple", "b1-h16-l2048-m2048-x4-all-mixtral"),
     *("b2-h16-l1024-m2048-x3-f2.4-simple", "b4-h32-l2048-m4096-x4-all-mixtral"),
@@ -64,7 +64,7 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Figure 7, on one GPU",
             r"gpu-check-h200|paper-figure-7-(?!cpu).*",
             tables.figure_7_measured,
-            f"ampipe bench --grid paper {PRETENDED} --ranks 4 --degrees 2,4 --repeats 3 --warmup 1 "
+            f"ampipe bench --grid paper {EMULATED_PEERS} --ranks 4 --degrees 2,4 --repeats 3 --warmup 1 "
             "--json docs/measured/results/paper-figure-7-h200.json",
         ),
         Part(
@@ -79,7 +79,7 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Table 2, on one GPU",
             r"paper-table-2-.*",
             tables.table_2_measured,
-            f"ampipe bench --grid paper-layers {PRETENDED} --ranks 8 --layers 12 --stack 1,all "
+            f"ampipe bench --grid paper-layers {EMULATED_PEERS} --ranks 8 --layers 12 --stack 1,all "
             "--schedules ampipe --degrees 2,4 --repeats 3 --warmup 1 "
             "--json docs/measured/results/paper-table-2-h200.json",
         ),
@@ -95,8 +95,8 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Memory and time of eight layers, on one GPU",
             r"paper-mpipemoe-.*",
             tables.memory_measured,
-            f"ampipe bench --grid mpipemoe {PRETENDED} --ranks 8 --layers 8 --stack all --schedules ampipe "
-            "--degrees 4 --memory keep,S1,S2,S3,S4 --repeats 3 --warmup 1 "
+            f"ampipe bench --grid mpipemoe {EMULATED_PEERS} --ranks 8 --layers 8 --stack all "
+            "--schedules ampipe --degrees 4 --memory keep,S1,S2,S3,S4 --repeats 3 --warmup 1 "
             "--json docs/measured/results/paper-mpipemoe-h200.json",
         ),
         Part(
@@ -109,7 +109,7 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Two degrees, on one GPU",
             r"paper-fsmoe-.*",
             tables.fsmoe_measured,
-            f"ampipe bench --grid fsmoe --cases {','.join(FSMOE_SAMPLE)} {PRETENDED} --ranks 8 "
+            f"ampipe bench --grid fsmoe --cases {','.join(FSMOE_SAMPLE)} {EMULATED_PEERS} --ranks 8 "
             "--schedules ampipe --degrees 2,4,2:4,4:2 --repeats 5 --warmup 1 "
             "--json docs/measured/results/paper-fsmoe-h200.json",
         ),
@@ -125,7 +125,7 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Exposed communication of twelve layers, on one GPU",
             r"paper-lancet-.*",
             tables.exposed_measured,
-            f"ampipe bench --grid paper-layers --cases medium-24k {PRETENDED} --ranks 8 --layers 12 "
+            f"ampipe bench --grid paper-layers --cases medium-24k {EMULATED_PEERS} --ranks 8 --layers 12 "
             "--stack all --schedules moe-only,ampipe,lancet,joined --degrees 1,2 --repeats 3 --warmup 1 "
             "--json docs/measured/results/paper-lancet-h200.json",
         ),

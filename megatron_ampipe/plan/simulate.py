@@ -17,7 +17,7 @@ from graphlib import TopologicalSorter
 
 from megatron_ampipe.plan.cluster import Overlap
 from megatron_ampipe.schedule import BlockFeatures, Direction, Program, Schedule, Stage, needs_of, stream_of
-from megatron_ampipe.schedule.program import read_by_host
+from megatron_ampipe.schedule.program import merge_numbered, read_by_host
 from megatron_ampipe.schedule.stage_kind import COMPUTE, COMPUTE_LANE, StageKind
 
 NOT_YET = float("inf")
@@ -34,12 +34,19 @@ Needs = Mapping[Stage, tuple[Stage, ...]]
 class Compiled:
     """A program whose stages are numbered, so that it can be simulated many times.
 
-    For each stage: its direct dependencies (``needs``), the stages that directly depend on it
-    (``followers``), whether it is a transfer (``communicates``), the stage that the host waits for before it
-    issues the stage, or -1 (``host_needs``), and the number of its resource if several lanes use that, else
-    -1 (``contended``). Lanes have a name and stages in order; the compute lane comes first. ``streams`` are
-    the stages of each stream of a device (``schedule.stream_of``), last first. ``issued`` is the order in
-    which a host issues stages to a device, and ``positions`` each stage's place in it.
+    Attributes:
+        stages: The stages, by number. All of the following up to ``contended`` have an entry for each stage.
+        needs: Its direct dependencies.
+        followers: The stages that directly depend on it.
+        communicates: Whether it is a transfer.
+        host_needs: The stage for whose result the host waits before it issues the stage, or -1.
+        waits_before: Whether there is one.
+        covers: Whether it is long enough to keep a device busy during such a wait.
+        contended: The number of its resource if several lanes use that, else -1.
+        lanes: Each lane's name and stages in order; the compute lane comes first.
+        streams: The stages of each stream of a device (``schedule.stream_of``), last first.
+        issued: The order in which a host issues stages to a device.
+        positions: Each stage's place in ``issued``.
     """
 
     stages: tuple[Stage, ...]
@@ -47,57 +54,13 @@ class Compiled:
     followers: tuple[tuple[int, ...], ...]
     communicates: tuple[bool, ...]
     host_needs: tuple[int, ...]
+    waits_before: tuple[bool, ...]
+    covers: tuple[bool, ...]
     contended: tuple[int, ...]
     lanes: tuple[tuple[str, tuple[int, ...]], ...]
     streams: Lanes = ()
     issued: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
-
-    def _issue_order(self, lanes: Lanes) -> list[int]:
-        """``schedule.program.merge_lanes`` of these lanes, with the host's waits; it ends if lanes deadlock.
-
-        A search asks for thousands of orders, so this is one loop with few calls.
-        """
-        followers, host_needs, stages = self.followers, self.host_needs, self.stages
-        missing = list(map(len, self.needs))
-        compute = next((place for place, (name, _) in enumerate(self.lanes) if name == COMPUTE), -1)
-        places, lengths = [0] * len(lanes), list(map(len, lanes))
-        order: list[int] = []
-        postponed: set[int] = set()
-
-        def issue(lane: int) -> int:
-            stage = lanes[lane][places[lane]]
-            places[lane] += 1
-            order.append(stage)
-            for follower in followers[stage]:
-                missing[follower] -= 1
-            return stage
-
-        while True:
-            ready = []
-            computes = False
-            for lane, place in enumerate(places):
-                if place < lengths[lane] and not missing[lanes[lane][place]]:
-                    if lane == compute:
-                        computes = True
-                    else:
-                        ready.append(lane)
-            if not ready:
-                if not computes:
-                    return order
-                issue(compute)
-                continue
-            for lane in ready:
-                head = lanes[lane][places[lane]]
-                if host_needs[head] >= 0 and head not in postponed:
-                    postponed.add(head)
-                    # The next compute stage that is long enough keeps the device busy during the wait.
-                    while (place := places[compute]) < lengths[compute] and not missing[
-                        lanes[compute][place]
-                    ]:
-                        if stages[issue(compute)].kind.covers_wait:
-                            break
-                issue(lane)
 
     def in_order(self, lanes: Lanes, *, issued: bool = True) -> Compiled | None:
         """The same stages in another order of each lane; None if a host cannot issue them to a device."""
@@ -105,7 +68,7 @@ class Compiled:
         if not issued:
             return replace(self, lanes=named, positions=(-1,) * len(self.stages))
         order = self._issue_order(lanes)
-        if len(order) < len(self.stages):
+        if order is None:
             return None
         positions = [0] * len(order)
         for position, stage in enumerate(order):
@@ -116,6 +79,25 @@ class Compiled:
                 streams.setdefault(stream_of(name, self.stages[stage]), []).append(stage)
         last_first = tuple(tuple(reversed(stages)) for stages in streams.values())
         return replace(self, lanes=named, streams=last_first, issued=tuple(order), positions=tuple(positions))
+
+    def _issue_order(self, lanes: Lanes) -> list[int] | None:
+        """The order in which a host issues stages from these lanes to a device; None if they deadlock."""
+        merged = merge_numbered(
+            lanes,
+            compute_lane=self._compute_lane,
+            needs=self.needs,
+            followers=self.followers,
+            waits_before=self.waits_before,
+            covers=self.covers,
+        )
+        if len(merged) < len(self.stages):
+            return None
+        return [stage for _, stage in merged]
+
+    @property
+    def _compute_lane(self) -> int | None:
+        """The index of the compute lane, if there is one."""
+        return next((index for index, (name, _) in enumerate(self.lanes) if name == COMPUTE), None)
 
 
 @functools.lru_cache(maxsize=512)
@@ -133,14 +115,18 @@ def compile_program(program: Program, needs: Needs) -> Compiled:
         for needed in earlier:
             followers[number[needed]].append(number[stage])
     lanes = tuple((lane, tuple(number[stage] for stage in order)) for lane, order in program.lanes)
+    host_needs = []
+    for stage in stages:
+        counts = read_by_host(stage, needs)
+        host_needs.append(-1 if counts is None else number[counts])
     compiled = Compiled(
         stages=stages,
         needs=tuple(tuple(number[needed] for needed in needs[stage]) for stage in stages),
         followers=tuple(map(tuple, followers)),
         communicates=tuple(stage.is_communication for stage in stages),
-        host_needs=tuple(
-            -1 if (counts := read_by_host(stage, needs)) is None else number[counts] for stage in stages
-        ),
+        host_needs=tuple(host_needs),
+        waits_before=tuple(counts >= 0 for counts in host_needs),
+        covers=tuple(stage.kind.covers_wait for stage in stages),
         contended=contention(lanes, stages),
         lanes=lanes,
     ).in_order(tuple(order for _, order in lanes))
@@ -215,93 +201,175 @@ class TimedProgram:
 def run(timed: TimedProgram) -> tuple[list[float], list[float]]:
     """Compute the start and end of each stage, in the unit of the durations.
 
-    They are infinite for stages that never run because lanes deadlock. One loop with few calls: it runs
-    several hundred times in every search.
+    They are infinite for stages that never run because lanes deadlock.
     """
-    compiled, durations, issue_us = timed.compiled, timed.durations, timed.issue_us
-    compute_slowdown = timed.overlap.compute_slowdown
-    communication_slowdown, latency_us = timed.overlap.communication_slowdown, timed.overlap.latency_us
-    waiting = list(map(len, compiled.needs))
-    followers, communicates = compiled.followers, compiled.communicates
-    begin, end = [0.0] * len(durations), [NOT_YET] * len(durations)
-    # By lane: its remaining stages, last first; the running stage, or -1; and the remaining time of that.
-    queues = [list(order) for order in compiled.streams]
-    if issue_us is None:
-        queues = [list(order[::-1]) for _, order in compiled.lanes]
-    current, left = [-1] * len(queues), [0.0] * len(queues)
-    lanes, slowness = range(len(queues)), [1.0] * len(queues)
-    slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
-    contended = compiled.contended
-    contends = max(contended, default=-1) >= 0
-    issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
-    # Stages before this position have been issued; all of them for training on the CPU.
-    num_issued, issued_at = len(issued), 0.0
-    if issue_us is not None:
-        num_issued, issued_at = 0, issue_us[issued[0]]
-    now, remaining = 0.0, len(durations)
-    while remaining:
-        next_event = NOT_YET
-        while num_issued < len(issued):
-            assert issue_us is not None
-            stage = issued[num_issued]
-            needed = host_needs[stage]
-            if needed >= 0:
+    simulation = _Simulation(timed)
+    simulation.run()
+    return simulation.begin, simulation.end
+
+
+class _Host:
+    """The host, which issues the stages of a program to a device, one after another.
+
+    Attributes:
+        num_issued: How many stages have been issued; all later stages of the issue order cannot begin yet.
+        num_stages: How many there are.
+    """
+
+    def __init__(self, compiled: Compiled, issue_us: Sequence[float]) -> None:
+        self._order, self._host_needs, self._issue_us = compiled.issued, compiled.host_needs, issue_us
+        self.num_issued, self.num_stages = 0, len(compiled.issued)
+        self._issued_at = issue_us[compiled.issued[0]]
+
+    def issue_until(self, now: float, end: Sequence[float]) -> float:
+        """Issue what can be issued until ``now``.
+
+        Args:
+            now: The time.
+            end: The end of each stage, infinite for those that have not ended.
+
+        Returns:
+            When the next stage will have been issued; infinite if there is none, or if the host waits for
+            counts whose exchange has not ended.
+        """
+        order, issue_us = self._order, self._issue_us
+        while self.num_issued < self.num_stages:
+            stage = order[self.num_issued]
+            counts = self._host_needs[stage]
+            if counts >= 0:
+                counts_end = end[counts]
+                if counts_end == NOT_YET:
+                    return NOT_YET
                 # The host blocks until the counts have arrived, and then needs the time to issue the stage.
-                if end[needed] == NOT_YET:
-                    break
-                issued_at = max(issued_at, end[needed] + issue_us[stage])
-            if issued_at > now:
-                next_event = issued_at
-                break
-            num_issued += 1
-            if num_issued < len(issued):
-                issued_at += issue_us[issued[num_issued]]
-        computing, transferring = 0.0, False
-        for lane in lanes:
-            stage = current[lane]
-            if stage < 0:
-                queue = queues[lane]
-                if not queue or waiting[queue[-1]] or positions[queue[-1]] >= num_issued:
+                if self._issued_at < counts_end + issue_us[stage]:
+                    self._issued_at = counts_end + issue_us[stage]
+            if self._issued_at > now:
+                return self._issued_at
+            self.num_issued += 1
+            if self.num_issued < self.num_stages:
+                self._issued_at += issue_us[order[self.num_issued]]
+        return NOT_YET
+
+
+class _Simulation:
+    """One run of a program, from event to event; an event is the end of a stage, or its issue by the host.
+
+    Few calls and plain loops over the lanes: a search runs it several thousand times.
+
+    Attributes:
+        begin: When each stage has begun.
+        end: When each stage has ended; infinite before.
+    """
+
+    def __init__(self, timed: TimedProgram) -> None:
+        compiled = timed.compiled
+        self._compiled, self._durations, self._overlap = compiled, timed.durations, timed.overlap
+        self._host = None if timed.issue_us is None else _Host(compiled, timed.issue_us)
+        self._num_stages = len(compiled.stages)
+        self.begin = [0.0] * self._num_stages
+        self.end = [NOT_YET] * self._num_stages
+        self._num_awaited = list(map(len, compiled.needs))
+        """For each stage, the number of its dependencies that have not ended."""
+        if self._host is None:
+            self._queues = [list(reversed(order)) for _, order in compiled.lanes]
+        else:
+            self._queues = list(map(list, compiled.streams))
+        """For each lane (on a device: stream), its stages that have not begun, last first."""
+        self._running = [-1] * len(self._queues)
+        """For each lane, the stage that runs, or -1."""
+        self._left = [0.0] * len(self._queues)
+        """For each lane, how long its stage would still run if it ran alone."""
+        self._slowdown = [1.0] * len(self._queues)
+        """For each lane, the factor by which others slow its stage down until the next event."""
+        self._overlaps = False
+        """Whether a computation and a transfer run at the same time."""
+        self._shares_resources = max(compiled.contended, default=-1) >= 0
+
+    def run(self) -> None:
+        """Compute :attr:`begin` and :attr:`end`."""
+        host = self._host
+        now = 0.0
+        num_left = self._num_stages
+        while num_left:
+            next_issue = NOT_YET
+            if host is not None and host.num_issued < host.num_stages:
+                next_issue = host.issue_until(now, self.end)
+            self._begin_stages(now)
+            next_event = self._next_event(now, next_issue)
+            if next_event == NOT_YET:
+                # Lanes wait for each other.
+                return
+            num_left -= self._advance(now, next_event)
+            now = next_event
+
+    def _begin_stages(self, now: float) -> None:
+        """Begin the next stage of every free lane if its dependencies have ended and it has been issued."""
+        compiled, running, num_awaited = self._compiled, self._running, self._num_awaited
+        num_issued = self._num_stages if self._host is None else self._host.num_issued
+        compute_left = 0.0
+        transfers = False
+        for lane, queue in enumerate(self._queues):
+            if running[lane] < 0 and queue:
+                stage = queue[-1]
+                if num_awaited[stage] or compiled.positions[stage] >= num_issued:
                     continue
-                stage = current[lane] = queue.pop()
-                left[lane], begin[stage] = durations[stage], now
-                if communicates[stage] and durations[stage]:
+                queue.pop()
+                running[lane] = stage
+                self.begin[stage] = now
+                self._left[lane] = self._durations[stage]
+                if compiled.communicates[stage] and self._durations[stage]:
+                    # A collective begins later on a busy processor, at most when the computation has ended.
                     # The compute lane comes first, so its stage is known.
-                    left[lane] += min(latency_us, computing)
-            # Without max(): its calls took a tenth of a search.
-            if communicates[stage]:
-                transferring = True
-            elif left[lane] > computing:
-                computing = left[lane]
-        slow_compute = slow_communication = 1.0
-        if slows and computing and transferring:
-            slow_compute, slow_communication = compute_slowdown, communication_slowdown
-        if contends:
-            users = Counter(contended[stage] for stage in current if stage >= 0)
-        for lane in lanes:
-            stage = current[lane]
-            if stage >= 0:
-                slow = slow_communication if communicates[stage] else slow_compute
-                if contends and contended[stage] >= 0:
-                    slow *= users[contended[stage]]
-                slowness[lane] = slow
-                done_at = now + left[lane] * slow
-                if done_at < next_event:
-                    next_event = done_at
-        if next_event == NOT_YET:
-            break
-        step, now = next_event - now, next_event
-        for lane in lanes:
-            stage = current[lane]
-            if stage >= 0:
-                left[lane] -= step / slowness[lane]
-                if left[lane] <= ROUNDING_US:
-                    end[stage] = now
-                    current[lane] = -1
-                    remaining -= 1
-                    for follower in followers[stage]:
-                        waiting[follower] -= 1
-    return begin, end
+                    self._left[lane] += min(self._overlap.latency_us, compute_left)
+            stage = running[lane]
+            if stage < 0:
+                continue
+            if compiled.communicates[stage]:
+                transfers = True
+            elif self._left[lane] > compute_left:
+                compute_left = self._left[lane]
+        self._overlaps = transfers and compute_left > 0.0
+
+    def _next_event(self, now: float, next_issue: float) -> float:
+        """Set how much the running stages slow each other down; returns the time of the next event."""
+        compiled, running, left, slowdown = self._compiled, self._running, self._left, self._slowdown
+        communicates, contended = compiled.communicates, compiled.contended
+        compute_slowdown = communication_slowdown = 1.0
+        if self._overlaps:
+            compute_slowdown = self._overlap.compute_slowdown
+            communication_slowdown = self._overlap.communication_slowdown
+        num_users: Mapping[int, int] = {}
+        if self._shares_resources:
+            num_users = Counter(contended[stage] for stage in running if stage >= 0)
+        next_event = next_issue
+        for lane, stage in enumerate(running):
+            if stage < 0:
+                continue
+            factor = communication_slowdown if communicates[stage] else compute_slowdown
+            if self._shares_resources and contended[stage] >= 0:
+                factor *= num_users[contended[stage]]
+            slowdown[lane] = factor
+            end = now + left[lane] * factor
+            if end < next_event:
+                next_event = end
+        return next_event
+
+    def _advance(self, now: float, next_event: float) -> int:
+        """Run all stages until the next event; returns how many of them end."""
+        running, left, num_awaited = self._running, self._left, self._num_awaited
+        elapsed = next_event - now
+        num_ended = 0
+        for lane, stage in enumerate(running):
+            if stage < 0:
+                continue
+            left[lane] -= elapsed / self._slowdown[lane]
+            if left[lane] <= ROUNDING_US:
+                self.end[stage] = next_event
+                running[lane] = -1
+                num_ended += 1
+                for follower in self._compiled.followers[stage]:
+                    num_awaited[follower] -= 1
+        return num_ended
 
 
 def resource_of(kind: StageKind, *, on_device: bool) -> str:

@@ -70,14 +70,7 @@ def data_flow(features: BlockFeatures) -> DataFlow:
         given[kind] = _tensors((value, Source(kind, value.name)) for value in kind.gives)
         latest |= {value.name: Source(kind, value.name) for value in kind.gives}
     taken = {kind: _tensors(values) for kind, values in sources.items()}
-    restorers = {kind.restores: kind for kind in rows if kind.restores is not None}
-    recalled = {
-        kind: given[restorers[kind]]
-        if kind in restorers
-        else [(value, source) for value, source in taken[kind] if value.layout is Layout.BLOCK]
-        for kind in rows
-        if kind.own_backward
-    }
+    recalled = _recalled(rows, taken, given)
     not_recomputed = _not_recomputed(rows, takers, taken, given)
     return DataFlow(rows, sources, takers, latest[HIDDEN_STATES.name], taken, given, recalled, not_recomputed)
 
@@ -86,21 +79,43 @@ def _tensors(values: Iterable[tuple[Value, Source]]) -> list[tuple[Value, Source
     return [(value, source) for value, source in values if value.layout is not Layout.STATE]
 
 
+def _recalled(rows: Sequence[StageKind], taken: _Values, given: _Values) -> _Values:
+    """:attr:`DataFlow.recalled`: the tensors of a block that a row takes, or that another row restores."""
+    restorers = {kind.restores: kind for kind in rows if kind.restores is not None}
+    recalled: dict[StageKind, Sequence[tuple[Value, Source]]] = {}
+    for kind in rows:
+        if not kind.own_backward:
+            continue
+        if kind in restorers:
+            recalled[kind] = given[restorers[kind]]
+        else:
+            recalled[kind] = [
+                (value, source) for value, source in taken[kind] if value.layout is Layout.BLOCK
+            ]
+    return recalled
+
+
 def _not_recomputed(
     rows: Sequence[StageKind], takers: Mapping[Source, Sequence[StageKind]], taken: _Values, given: _Values
 ) -> frozenset[StageKind]:
     """:attr:`DataFlow.not_recomputed`, found from the last row to the first."""
     not_recomputed: set[StageKind] = set()
+
+    def needs_values(taker: StageKind, taken_source: Source) -> bool:
+        """Whether the recompute of a later row needs more than the shape of what it takes from a source."""
+        if taker.scope is not Scope.CHUNK:
+            return True
+        if not taker.lane.computes and taker not in not_recomputed:
+            return True
+        return any(source == taken_source and not value.by_shape for value, source in taken[taker])
+
     for kind in reversed(rows):
-        by_shape = all(
-            value.by_shape and taker.scope is Scope.CHUNK and (taker.lane.computes or taker in not_recomputed)
-            for _, given_source in given[kind]
-            for taker in takers.get(given_source, ())
-            for value, source in taken[taker]
-            if source == given_source
-        )
         is_transfer = kind.scope is Scope.CHUNK and not kind.lane.computes
-        if not kind.is_differentiated or (is_transfer and by_shape):
+        sources = [source for _, source in given[kind]]
+        only_shapes_are_needed = not any(
+            needs_values(taker, source) for source in sources for taker in takers.get(source, ())
+        )
+        if not kind.is_differentiated or (is_transfer and only_shapes_are_needed):
             not_recomputed.add(kind)
     return frozenset(not_recomputed)
 
@@ -152,71 +167,95 @@ def _needs(
     joined: frozenset[StageKind],
 ) -> Mapping[Stage, tuple[Stage, ...]]:
     """:func:`needs_of`. Cached, because making, checking and simulating a schedule all ask for it."""
-    forward: dict[Stage, tuple[Stage, ...]] = {}
+    whole_graph: dict[Stage, tuple[Stage, ...]] = {}
     for layer in range(len(layers)):
-        forward |= _forward(layers, layer, degree=degree, whole_attention=whole_attention)
+        whole_graph |= _forward(layers, layer, degree=degree, whole_attention=whole_attention)
     if direction is Direction.FORWARD:
+        return _with_copies_in_time(_of_forward_pass(whole_graph, layers), direction)
+    restoring = {stage: needed for stage, needed in whole_graph.items() if stage.kind.restores is not None}
+    forward = {stage: needed for stage, needed in whole_graph.items() if stage not in restoring}
+    backward = _reversed(forward)
+    _add_weight_gradients(backward, weights=weights, joined=joined)
+    backward |= _again(forward, backward, layers)
+    _add_needs_of_reductions(backward)
+    backward |= _needs_of_restoring(restoring, backward)
+    needs = {stage: tuple(needed) for stage, needed in backward.items()}
+    return _with_copies_in_time(needs, direction)
+
+
+def _of_forward_pass(
+    whole_graph: Mapping[Stage, tuple[Stage, ...]], layers: Sequence[BlockFeatures]
+) -> dict[Stage, tuple[Stage, ...]]:
+    """The part of the forward graph that runs in a forward pass."""
+    needs = {}
+    for stage, needed in whole_graph.items():
         # The losses only add gradients, which the recompute does.
-        return _with_copies_in_time(
-            {
-                stage: needed
-                for stage, needed in forward.items()
-                if direction in stage.kind.directions
-                and not (stage.kind == kinds.LOSSES and layers[stage.layer].recomputed)
-            },
-            direction,
-        )
-    restoring = {
-        stage: [other for other in needed if other.kind.restores is not None]
-        for stage, needed in forward.items()
-        if stage.kind.restores is not None
-    }
-    forward = {stage: needed for stage, needed in forward.items() if stage not in restoring}
-    backward: dict[Stage, list[Stage]] = {
-        stage: [] for stage in forward if direction in stage.kind.directions
-    }
+        waits_for_recompute = stage.kind == kinds.LOSSES and layers[stage.layer].recomputed
+        if Direction.FORWARD in stage.kind.directions and not waits_for_recompute:
+            needs[stage] = needed
+    return needs
+
+
+def _reversed(forward: _Needs) -> dict[Stage, list[Stage]]:
+    """The backward graph of the stages that have a backward."""
+    backward: dict[Stage, list[Stage]] = {}
+    for stage in forward:
+        if Direction.BACKWARD in stage.kind.directions:
+            backward[stage] = []
     for stage, needed in forward.items():
         for earlier in needed:
             # An order among stages of one kind (route after route) carries no data, so it has no reverse.
             if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
-    weights_of = {kind.weights_of: kind for kind in weights}
+    return backward
+
+
+def _add_weight_gradients(
+    backward: dict[Stage, list[Stage]], *, weights: frozenset[StageKind], joined: frozenset[StageKind]
+) -> None:
+    """Add the stages of these kinds of weight gradients, each after the stages of its input gradients."""
+    kind_of_weights = {kind.weights_of: kind for kind in weights}
     for stage in list(backward):
-        if stage.kind in weights_of:
-            kind = weights_of[stage.kind]
+        kind = kind_of_weights.get(stage.kind)
+        if kind is not None:
             chunk = None if kind in joined else stage.chunk
             backward.setdefault(Stage(kind, chunk, stage.layer), []).append(stage)
-    backward |= _again(forward, backward, layers)
+
+
+def _needs_of_restoring(restoring: _Needs, backward: dict[Stage, list[Stage]]) -> dict[Stage, list[Stage]]:
+    """The needs of stages that restore activations; the stages of ``backward`` that use these wait for them.
+
+    ``restoring`` are these stages, with their dependencies in the forward graph.
+    """
     by_kind: dict[tuple[int, StageKind], list[Stage]] = defaultdict(list)
     for stage in backward:
         if not stage.is_recompute:
             by_kind[stage.layer, stage.kind].append(stage)
-    _add_needs_of_reductions(backward)
-    for stage, waits in restoring.items():
+    needs: dict[Stage, list[Stage]] = {}
+    for stage, needed in restoring.items():
         restored = stage.kind.restores
         assert restored is not None
+        needs[stage] = [other for other in needed if other.kind.restores is not None]
         for user in by_kind[stage.layer, restored]:
             if stage.chunk in (None, user.chunk):
                 backward[user].append(stage)
         if restored.step_of is not None:
             # At most two steps have rebuilt tensors in memory.
-            waits += by_kind[stage.layer, kinds.step_of(restored.step_of, restored.step + 2)]
-    return _with_copies_in_time(
-        {stage: tuple(needed) for stage, needed in (backward | restoring).items()}, direction
-    )
+            second_step_before = kinds.step_of(restored.step_of, restored.step + 2)
+            needs[stage] += by_kind[stage.layer, second_step_before]
+    return needs
 
 
 def _again(
     forward: _Needs, backward: Mapping[Stage, list[Stage]], layers: Sequence[BlockFeatures]
 ) -> dict[Stage, list[Stage]]:
     """The stages that run again, with their dependencies; ``backward`` stages now also wait for them."""
-    again = {
-        stage: replace(stage, is_recompute=True)
-        for stage in backward
-        if stage in forward
-        and layers[stage.layer].recomputed
-        and stage.kind not in data_flow(layers[stage.layer]).not_recomputed
-    }
+    again: dict[Stage, Stage] = {}
+    for stage in backward:
+        features = layers[stage.layer]
+        is_recomputed = features.recomputed and stage.kind not in data_flow(features).not_recomputed
+        if stage in forward and is_recomputed:
+            again[stage] = replace(stage, is_recompute=True)
     last = _last_of_layers(backward) if again else {}
 
     def needed_by(stage: Stage) -> Iterator[Stage]:
@@ -276,31 +315,39 @@ def _forward(
     def chunks_of(kind: StageKind) -> Sequence[int | None]:
         return [None] if is_whole(kind, whole_attention=whole_attention) else range(degree)
 
-    def givers(kind: StageKind, chunk: int | None) -> Iterator[Stage]:
-        for value, source in (flow if chunk is None else chunk_flows[chunk]).sources[kind]:
-            giver, giver_layer = source.giver, layer
-            if giver is None:
-                # The first layer takes the input of the schedule.
-                if not layer:
-                    continue
-                giver, giver_layer = data_flow(layers[layer - 1]).output.giver, layer - 1
-            assert giver is not None
-            for given in chunks_of(giver):
-                # Attention is causal: a chunk sees its own keys and those of earlier chunks.
-                earlier = value.layout is Layout.KEYS and given is not None and given < (chunk or 0)
-                if earlier or given is None or chunk is None or given == chunk:
-                    yield Stage(giver, given, giver_layer)
+    def givers(value: Value, source: Source, chunk: int | None) -> Iterator[Stage]:
+        """The stages that give a value to a stage of a chunk."""
+        giver, giver_layer = source.giver, layer
+        if giver is None and layer > 0:
+            giver, giver_layer = data_flow(layers[layer - 1]).output.giver, layer - 1
+        if giver is None:
+            # The first layer takes the input of the schedule.
+            return
+        for given_chunk in chunks_of(giver):
+            if _takes_from(value, chunk, given_chunk):
+                yield Stage(giver, given_chunk, giver_layer)
 
     graph: dict[Stage, tuple[Stage, ...]] = {}
     for kind in flow.kinds:
         for chunk in chunks_of(kind):
-            if chunk is not None and kind not in chunk_flows[chunk].sources:
+            sources = flow.sources if chunk is None else chunk_flows[chunk].sources
+            if kind not in sources:
                 continue
-            needed = dict.fromkeys(givers(kind, chunk))
+            needed: dict[Stage, None] = {}
+            for value, source in sources[kind]:
+                needed |= dict.fromkeys(givers(value, source, chunk))
             if chunk and kind.ordered:
                 needed[Stage(kind, chunk - 1, layer)] = None
             graph[Stage(kind, chunk, layer)] = tuple(needed)
     return graph
+
+
+def _takes_from(value: Value, chunk: int | None, given_chunk: int | None) -> bool:
+    """Whether a stage of ``chunk`` takes the value that a stage of ``given_chunk`` gives; None for all."""
+    if chunk is None or given_chunk is None or chunk == given_chunk:
+        return True
+    # Attention is causal: a chunk sees its own keys and those of earlier chunks.
+    return value.layout is Layout.KEYS and given_chunk < chunk
 
 
 AHEAD = 2
@@ -321,11 +368,13 @@ def _with_copies_in_time(
     forward = direction is Direction.FORWARD
     experts = [stage for stage in needs if stage.kind == kinds.EXPERT and not stage.is_recompute]
     experts.sort(key=lambda stage: (stage.layer, stage.chunk), reverse=not forward)
-    copies = (kinds.STORE_TOKENS, kinds.STORE) if forward else (kinds.LOAD_TOKENS, kinds.LOAD)
-    for before, after in zip(experts, experts[AHEAD:], strict=False):
-        for kind in copies:
-            copy = replace(before if forward else after, kind=kind)
-            if copy in bounded:
-                waiting, awaited = (after, copy) if forward else (copy, before)
-                bounded[waiting] = (*bounded[waiting], awaited)
+    for earlier, later in zip(experts, experts[AHEAD:], strict=False):
+        if forward:
+            stores = [replace(earlier, kind=kind) for kind in (kinds.STORE_TOKENS, kinds.STORE)]
+            bounded[later] += tuple(store for store in stores if store in bounded)
+        else:
+            for kind in (kinds.LOAD_TOKENS, kinds.LOAD):
+                load = replace(later, kind=kind)
+                if load in bounded:
+                    bounded[load] += (earlier,)
     return bounded

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
@@ -72,53 +72,90 @@ def _ampipe(degree: int, features: BlockFeatures, *, whole_attention: bool = Fal
 
     With ``whole_attention``, attention runs before the first dispatch, for the whole sequence at once.
     """
+    chunks = range(degree)
+    parts = _attention_parts(features)
     # Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
     # follows ``lead`` chunks later. On a slow network, attention then begins while most transfers are still
     # to come, instead of after half of them.
-    chunks, lead = range(degree), max(1, degree // 4)
-    norms = [kinds.INPUT_NORM] if features.gathers_rows else []
-    adds = [kinds.ADD_NORM] if features.row_links or not features.attention else []
-    projects, whole = [QKV], list[StageKind]()
-    if not features.chunked_qkv:
-        norms, projects, whole = [], [], [*norms, QKV]
-    steps = _attends(features)
-    earlier, attends = steps[:-1], [*steps[-1:], ATTENTION]
-    if not features.attention:
-        norms, projects, whole, attends = [], [], [], []
-    elif whole_attention:
+    lead = max(1, degree // 4)
+    if features.attention and whole_attention:
         # Nothing of attention is left to compute during a transfer.
-        lead, whole = degree, [*norms, *whole, *projects, *earlier, *attends, *adds]
-        norms, projects, earlier, attends, adds = [], [], [], [], []
-    # Backward, each group follows a transfer of its chunk, during which another chunk is computed.
-    before = [group for group in (adds, [*attends[::-1], *projects], norms) if group] or [[]]
-    choice = [Stage(kinds.CHOOSE)] if features.chooses else []
-    if choice:
-        # All attention comes before the first dispatch.
-        forward = [*_attending(degree, norms, projects, attends, adds), *choice, *_stages([ROUTE], chunks)]
-        backward = [
-            *_backward_order(degree, lead, [EXPERT], [ROUTE]),
-            *choice,
-            *_backward_order(degree, 1, *before),
-        ]
+        lead = degree
+        parts = parts.at_once
+    if features.chooses:
+        forward, backward = _choosing_between(parts, degree, lead)
     else:
-        forward = _attending(degree, norms, projects, attends, [*adds, ROUTE])
-        backward = _backward_order(degree, lead, [EXPERT], [ROUTE, *before[0]], *before[1:])
+        forward = _attending(parts, degree, then=[*parts.adds, ROUTE])
+        first_group, *other_groups = parts.backward_groups
+        backward = _backward_order(degree, lead, [EXPERT], [ROUTE, *first_group], *other_groups)
+    whole = [Stage(kind) for kind in parts.whole]
+    ring_steps = [Stage(kind, chunk) for kind in parts.ring_steps for chunk in chunks]
     return _overlapped(
         "ampipe",
         degree,
         features,
-        first_half=[
-            *map(Stage, whole),
-            *(Stage(kind, chunk) for kind in earlier for chunk in chunks),
-            *forward,
-        ],
-        last_half=[
-            *backward,
-            *(Stage(kind, chunk) for kind in reversed(earlier) for chunk in reversed(chunks)),
-            *map(Stage, reversed(whole)),
-        ],
+        first_half=[*whole, *ring_steps, *forward],
+        last_half=[*backward, *reversed(ring_steps), *reversed(whole)],
         backward_comm=_backward_order(degree, lead, [COMBINE], [DISPATCH]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionParts:
+    """The kinds of stages up to the route, in groups that a schedule places one by one.
+
+    Attributes:
+        whole: Once for the whole sequence, first of all.
+        ring_steps: By chunk, before ``attends`` of the first chunk: the steps of a ring but the last.
+        norms: By chunk: the norm whose output is gathered over tensor-parallel ranks.
+        projects: By chunk: queries, keys and values.
+        attends: By chunk: core attention, and the last step of a ring before it.
+        adds: By chunk: the norm before the router, where rows are scattered before it.
+    """
+
+    whole: list[StageKind]
+    ring_steps: list[StageKind]
+    norms: list[StageKind]
+    projects: list[StageKind]
+    attends: list[StageKind]
+    adds: list[StageKind]
+
+    @property
+    def at_once(self) -> _AttentionParts:
+        """The same with all of attention before the first route."""
+        whole = [*self.norms, *self.whole, *self.projects, *self.ring_steps, *self.attends, *self.adds]
+        return _AttentionParts(whole, [], [], [], [], [])
+
+    @property
+    def backward_groups(self) -> list[list[StageKind]]:
+        """In the backward pass, each group follows a transfer of its chunk, while another chunk computes."""
+        groups = [self.adds, [*reversed(self.attends), *self.projects], self.norms]
+        return [group for group in groups if group] or [[]]
+
+
+def _attention_parts(features: BlockFeatures) -> _AttentionParts:
+    adds = [kinds.ADD_NORM] if features.row_links or not features.attention else []
+    if not features.attention:
+        return _AttentionParts([], [], [], [], [], adds)
+    norms = [kinds.INPUT_NORM] if features.gathers_rows else []
+    steps = _ring_steps(features)
+    first_steps = steps[:-1]
+    attends = [*steps[-1:], ATTENTION]
+    if features.chunked_qkv:
+        return _AttentionParts([], first_steps, norms, [QKV], attends, adds)
+    return _AttentionParts([*norms, QKV], first_steps, [], [], attends, adds)
+
+
+def _choosing_between(parts: _AttentionParts, degree: int, lead: int) -> tuple[list[Stage], list[Stage]]:
+    """The forward order up to the last route, and the backward order from the experts on.
+
+    The router chooses for all chunks at once, so all attention comes before the first dispatch.
+    """
+    choice = Stage(kinds.CHOOSE)
+    routes = _stages([ROUTE], range(degree))
+    forward = [*_attending(parts, degree, then=parts.adds), choice, *routes]
+    to_routes = _backward_order(degree, lead, [EXPERT], [ROUTE])
+    return forward, [*to_routes, choice, *_backward_order(degree, 1, *parts.backward_groups)]
 
 
 def _lancet(degree: int, features: BlockFeatures) -> Schedule:
@@ -219,9 +256,11 @@ def _overlapped(
     )
 
 
-def _attends(features: BlockFeatures) -> list[StageKind]:
+def _ring_steps(features: BlockFeatures) -> list[StageKind]:
     """The steps of ring attention; none without a ring."""
-    return [kinds.step_of(kinds.ATTEND, step) for step in range(features.ring_ranks)] if features.ring else []
+    if not features.ring:
+        return []
+    return [kinds.step_of(kinds.ATTEND, step) for step in range(features.ring_ranks)]
 
 
 def _stages(stage_kinds: Iterable[StageKind], chunks: Iterable[int]) -> list[Stage]:
@@ -252,12 +291,12 @@ def _program(
     lanes: dict[str, list[Stage]] = {COMPUTE: compute, COMM: []}
 
     def add(stage: Stage) -> None:
-        local_transfers = [
-            Stage(rows[kind], stage.chunk) for kind in _NEAR.get(stage.kind, ()) if kind in rows
-        ]
-        to_experts = (stage.kind == COMBINE) is (direction is Direction.BACKWARD)
-        transfers = [stage, *local_transfers]
-        for transfer in transfers if to_experts or stage.kind == kinds.REDISPATCH else transfers[::-1]:
+        further_kinds = [kind for kind in _FURTHER.get(stage.kind, ()) if kind in rows]
+        transfers = [stage, *(Stage(rows[kind], stage.chunk) for kind in further_kinds)]
+        goes_to_experts = (stage.kind == COMBINE) is (direction is Direction.BACKWARD)
+        if not goes_to_experts and stage.kind != kinds.REDISPATCH:
+            transfers.reverse()
+        for transfer in transfers:
             lanes.setdefault(transfer.kind.lane.name, []).append(transfer)
 
     for stage in comm:
@@ -268,7 +307,7 @@ def _program(
     return Program.of(lanes)
 
 
-_NEAR = {
+_FURTHER = {
     DISPATCH: (kinds.SPREAD, kinds.GATHER),
     COMBINE: (kinds.COLLECT, kinds.SCATTER),
     kinds.REDISPATCH: (kinds.RESPREAD, kinds.REGATHER),
@@ -276,33 +315,38 @@ _NEAR = {
 """For each dispatch or combine, the transfers that belong to it, ordered from it towards the experts."""
 
 
-def _attending(
-    degree: int,
-    norms: list[StageKind],
-    projects: list[StageKind],
-    attends: list[StageKind],
-    then: list[StageKind],
-) -> list[Stage]:
-    """The forward stages up to the last route; other chunks compute while rows are gathered or scattered."""
-    if kinds.ADD_NORM not in then:
-        return _stages([*projects, *attends, *then], range(degree))
+def _attending(parts: _AttentionParts, degree: int, *, then: list[StageKind]) -> list[Stage]:
+    """The forward stages up to the last route; other chunks compute while rows are gathered or scattered.
 
-    def of(chunk: int, stage_kinds: list[StageKind]) -> list[Stage]:
+    ``then`` are the kinds that follow attention of a chunk.
+    """
+    if kinds.ADD_NORM not in then:
+        return _stages([*parts.projects, *parts.attends, *then], range(degree))
+
+    def stages_of(chunk: int, stage_kinds: list[StageKind]) -> list[Stage]:
+        """None for a chunk that does not exist."""
         return _stages(stage_kinds, [chunk]) if 0 <= chunk < degree else []
 
-    if projects:
+    stages: list[Stage] = []
+    if parts.projects:
         # The queries of the next chunk are projected while rows are scattered.
-        stages = [*of(0, norms), *of(0, projects)]
+        stages += stages_of(0, parts.norms)
+        stages += stages_of(0, parts.projects)
         for chunk in range(degree):
-            stages += of(chunk + 1, norms) + of(chunk, attends) + of(chunk + 1, projects) + of(chunk, then)
+            stages += stages_of(chunk + 1, parts.norms)
+            stages += stages_of(chunk, parts.attends)
+            stages += stages_of(chunk + 1, parts.projects)
+            stages += stages_of(chunk, then)
         return stages
     # Else attention of the next chunk, but not before the first dispatch, which with few chunks hides less.
-    first = 0 if ROUTE in then else -1
-    stages = []
+    first_routes_at_once = ROUTE in then
     for chunk in range(degree + 1):
-        stages += of(chunk, attends)
-        stages += of(0, then) if chunk == first else []
-        stages += of(chunk - 1, then) if chunk - 1 > first else []
+        stages += stages_of(chunk, parts.attends)
+        if chunk == 0 and first_routes_at_once:
+            stages += stages_of(0, then)
+        previous = chunk - 1
+        if previous > 0 or not first_routes_at_once:
+            stages += stages_of(previous, then)
     return stages
 
 
@@ -311,9 +355,11 @@ def _backward_order(degree: int, lead: int, *groups: list[StageKind]) -> list[St
     ``lead`` chunks later, and each further group one more chunk later."""
     delays = [0, *range(lead, lead + len(groups) - 1)]
     stages = []
-    for chunk in reversed(range(-delays[-1], degree)):
+    for first_chunk in reversed(range(-delays[-1], degree)):
         for delay, group in zip(delays, groups, strict=True):
-            stages += _stages(group, [chunk + delay]) if 0 <= chunk + delay < degree else []
+            chunk = first_chunk + delay
+            if 0 <= chunk < degree:
+                stages += _stages(group, [chunk])
     return stages
 
 

@@ -244,31 +244,85 @@ def merge_lanes[S: Hashable](
     If lanes wait for each other, the order ends there. The host waits before the stages in ``waits_before``;
     the compute stages in ``covers`` keep the device busy meanwhile.
     """
-    place = dict.fromkeys(lanes, 0)
-    order: list[tuple[str, S]] = []
-    issued: set[S] = set()
-    postponed: set[S] = set()
+    names = list(lanes)
+    number: dict[S, int] = {}
+    for stages in lanes.values():
+        for stage in stages:
+            number.setdefault(stage, len(number))
+    numbered_needs: list[list[int]] = []
+    followers: list[list[int]] = [[] for _ in number]
+    for stage, index in number.items():
+        # A stage that no lane runs is never issued, so what needs it is not either.
+        numbered_needs.append([number.get(needed, -1) for needed in needs[stage]])
+        for needed in needs[stage]:
+            if needed in number:
+                followers[number[needed]].append(index)
+    merged = merge_numbered(
+        [[number[stage] for stage in stages] for stages in lanes.values()],
+        compute_lane=names.index(COMPUTE) if COMPUTE in lanes else None,
+        needs=numbered_needs,
+        followers=followers,
+        waits_before=[stage in waits_before for stage in number],
+        covers=[stage in covers for stage in number],
+    )
+    of_number = list(number)
+    return tuple((names[lane], of_number[index]) for lane, index in merged)
 
-    def ready(lane: str) -> bool:
-        stages = lanes[lane]
-        return place[lane] < len(stages) and issued.issuperset(needs[stages[place[lane]]])
 
-    def issue(lane: str) -> S:
-        stage = lanes[lane][place[lane]]
-        place[lane] += 1
-        issued.add(stage)
+def merge_numbered(
+    lanes: Sequence[Sequence[int]],
+    *,
+    compute_lane: int | None,
+    needs: Sequence[Sequence[int]],
+    followers: Sequence[Sequence[int]],
+    waits_before: Sequence[bool],
+    covers: Sequence[bool],
+) -> list[tuple[int, int]]:
+    """:func:`merge_lanes` of numbered stages, as pairs of lane and stage.
+
+    One loop with few calls, because a search asks for thousands of orders. ``needs``, ``followers`` (the
+    stages that need a stage), ``waits_before`` and ``covers`` have an entry for each stage.
+    """
+    num_missing = list(map(len, needs))
+    places = [0] * len(lanes)
+    lengths = list(map(len, lanes))
+    order: list[tuple[int, int]] = []
+    is_issued = [False] * len(needs)
+    is_postponed = [False] * len(needs)
+
+    def issue(lane: int) -> int:
+        stage = lanes[lane][places[lane]]
+        places[lane] += 1
         order.append((lane, stage))
+        if not is_issued[stage]:
+            is_issued[stage] = True
+            for follower in followers[stage]:
+                num_missing[follower] -= 1
         return stage
 
-    while ready_lanes := [lane for lane in lanes if ready(lane)]:
-        others = [lane for lane in ready_lanes if lane != COMPUTE]
-        for lane in others:
-            head = lanes[lane][place[lane]]
-            if head in waits_before and head not in postponed:
-                postponed.add(head)
-                while ready(COMPUTE) and issue(COMPUTE) not in covers:
-                    pass
+    while True:
+        computes = False
+        ready: list[int] = []
+        for lane, place in enumerate(places):
+            if place < lengths[lane] and not num_missing[lanes[lane][place]]:
+                if lane == compute_lane:
+                    computes = True
+                else:
+                    ready.append(lane)
+        if not ready:
+            if compute_lane is None or not computes:
+                return order
+            issue(compute_lane)
+        for lane in ready:
+            head = lanes[lane][places[lane]]
+            if waits_before[head] and not is_postponed[head] and compute_lane is not None:
+                is_postponed[head] = True
+                # The next compute stage that is long enough keeps the device busy during the wait.
+                while places[compute_lane] < lengths[compute_lane]:
+                    next_computed = lanes[compute_lane][places[compute_lane]]
+                    if num_missing[next_computed]:
+                        break
+                    issue(compute_lane)
+                    if covers[next_computed]:
+                        break
             issue(lane)
-        if not others:
-            issue(COMPUTE)
-    return tuple(order)

@@ -60,7 +60,7 @@ examples:
   ampipe bench --grid cpu-small --link emulated:200mbit:50us
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json
-      on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
+      on one GPU: the paper's cases; the other ranks are emulated, and the output says so
   ampipe bench --ranks 4 --ranks-per-node 2 --link inter=50mbit,intra=400mbit --exchange rows,ranks,nodes
       two nodes of two ranks: a slow network between them, and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
@@ -118,11 +118,13 @@ def _add_repeats(add: Callable[..., None]) -> None:
     add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
     add("--warmup", "N", "passes before those", type=at_least(0), default=2)
     add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
-    pretend = (
+    emulate = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
         "the default where there are fewer GPUs than ranks"
     )
-    add("--pretend-peers", None, pretend, action="store_true")
+    add("--emulate-peers", None, emulate, action="store_true")
+    # As the commands of older results name it.
+    add("--pretend-peers", None, argparse.SUPPRESS, action="store_true", dest="emulate_peers")
     end_to_end = (
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
         "--warmup ones"
@@ -188,7 +190,7 @@ def _show(document: Report) -> None:
 def _measure(arguments: argparse.Namespace) -> Report:
     """Run the ranks; returns the document, written after each case, and shown also after a failure."""
     job = _job(arguments)
-    job_fields = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
+    job_fields = ("device", "cores", "layers", "repeats", "warmup", "seed")
     document: Report = {
         "format": training.FORMAT if arguments.end_to_end else result.FORMAT,
         "command": arguments.command_line,
@@ -198,6 +200,7 @@ def _measure(arguments: argparse.Namespace) -> Report:
         "emulated": job.link.emulated,
         "ranks": job.num_ranks,
         "ranks_per_node": job.ranks_per_node,
+        "pretended": job.emulates_peers,
         **{key: getattr(job, key) for key in job_fields},
         "versions": machine.versions(),
         "hardware": machine.hardware(),
@@ -245,7 +248,7 @@ def _time_blocks(
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":
             index, reports[index][rank] = value
-            if len(reports[index]) == (1 if job.pretended else job.num_ranks):
+            if len(reports[index]) == (1 if job.emulates_peers else job.num_ranks):
                 finished(result.case_result(job, index, [reports[index][n] for n in sorted(reports[index])]))
         elif rank == 0 and event == "gpu":
             hardware.update(value)
@@ -297,17 +300,17 @@ def _check_together(arguments: argparse.Namespace) -> None:
 def _job(arguments: argparse.Namespace) -> BenchJob:
     link, end_to_end, count = arguments.link, arguments.end_to_end, arguments.ranks or RANKS
     num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
-    pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
-    if end_to_end and pretended:
-        arguments.refuse("--pretend-peers: a training needs every rank's gradients; leave out --end-to-end")
+    emulates_peers = arguments.emulate_peers or (link.emulated and 0 < num_gpus < count)
+    if end_to_end and emulates_peers:
+        arguments.refuse("--emulate-peers: a training needs every rank's gradients; leave out --end-to-end")
     check_nodes(arguments, count)
-    if pretended and arguments.ranks_per_node is not None:
+    if emulates_peers and arguments.ranks_per_node is not None:
         arguments.refuse(
-            f"--ranks-per-node {arguments.ranks_per_node} with pretended ranks, which pass no rows on within "
-            "a node; leave --ranks-per-node out, or use a --link that needs no pretended ranks"
+            f"--ranks-per-node {arguments.ranks_per_node} with emulated peers, which pass no rows on within "
+            "a node; leave --ranks-per-node out, or use a --link that needs no emulated peers"
         )
-    if pretended and not link.emulated:
-        arguments.refuse(f"--pretend-peers with --link {link.text}; use --link emulated:RATE")
+    if emulates_peers and not link.emulated:
+        arguments.refuse(f"--emulate-peers with --link {link.text}; use --link emulated:RATE")
     cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
     layers = arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1)
     fused = has_fused_weight_gradients(on_gpu=num_gpus > 0)
@@ -322,7 +325,7 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         link=link,
         num_ranks=count,
         ranks_per_node=arguments.ranks_per_node,
-        pretended=pretended,
+        emulates_peers=emulates_peers,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         warmup=arguments.warmup,

@@ -337,7 +337,7 @@ def _bench(bench: Bench, scratch: Path) -> Step:
     words = (
         *(sys.executable, "-m", "megatron_ampipe.cli", "bench"),
         *("--grid", bench.grid, "--cases", bench.cases, "--link", bench.link, "--ranks", str(bench.ranks)),
-        *("--pretend-peers", "--degrees", DEGREES, "--repeats", "5", "--warmup", "1", "--json", str(file)),
+        *("--emulate-peers", "--degrees", DEGREES, "--repeats", "5", "--warmup", "1", "--json", str(file)),
     )
     name = f"bench {bench.grid}, {bench.link}"
     shows = f"one layer ({bench.cases.replace(',', ', ')}): the [results](#results)"

@@ -117,7 +117,7 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--stack 3", "--stack 3 is above the number of layers"),
         ("--wire fp8 --end-to-end", "--wire fp8 changes the losses"),
         ("--exchange nodes", "--exchange nodes saves nothing in case top1"),
-        ("--pretend-peers", "--pretend-peers with --link none"),
+        ("--emulate-peers", "--emulate-peers with --link none"),
         (
             "--link inter=1gbit,intra=2gbit",
             "--link inter=1gbit,intra=2gbit needs to know the ranks of a node",
@@ -127,10 +127,10 @@ def test_a_slow_network_needs_root_and_iproute2(
             "--ranks-per-node 2 does not divide 2 ranks into several nodes; use --ranks 4",
         ),
         ("--ranks 4 --ranks-per-node 3", "--ranks-per-node 3 does not divide 4 ranks into several nodes"),
-        ("--ranks 4 --ranks-per-node 2 --link emulated:1gbit --pretend-peers", "with pretended ranks"),
+        ("--ranks 4 --ranks-per-node 2 --link emulated:1gbit --emulate-peers", "with emulated peers"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3 is for trainings; add --end-to-end"),
-        ("--end-to-end --link emulated:1gbit --pretend-peers", "--pretend-peers: a training needs"),
+        ("--end-to-end --link emulated:1gbit --emulate-peers", "--emulate-peers: a training needs"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(

@@ -60,7 +60,7 @@ class RankJob:
 
     Attributes:
         ranks_per_node: Consecutive ranks that are one node; None if all ranks are.
-        pretended: One process stands for all ranks; see :mod:`.emulation`.
+        emulates_peers: One process stands for all ranks; see :mod:`.emulation`.
         seed: Seed of weights and inputs.
         timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
     """
@@ -69,7 +69,7 @@ class RankJob:
     link: Link
     ranks_per_node: int | None = None
     device: Literal["cpu", "cuda"] = "cpu"
-    pretended: bool = False
+    emulates_peers: bool = False
     seed: int = 1
     timeout_s: float = 300.0
 
@@ -127,10 +127,10 @@ class Rank[Job: RankJob]:
             from megatron_ampipe.tools.measuring.emulation import install
 
             # Before Megatron is imported, which keeps references to collectives.
-            emulation = install(job.link, on_cuda=job.on_cuda, pretended=job.pretended)
+            emulation = install(job.link, on_cuda=job.on_cuda, emulates_peers=job.emulates_peers)
             if emulation.why_cycles is not None:
                 print(f"the emulated link counts clock cycles: {emulation.why_cycles}", file=sys.stderr)
-        if job.pretended:
+        if job.emulates_peers:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             dist.init_process_group("fake", store=FakeStore(), rank=self.number, world_size=job.num_ranks)
@@ -162,9 +162,10 @@ class Rank[Job: RankJob]:
 
         from megatron_ampipe.runtime.executors import demote_gloo_threads
 
-        # The extra gloo groups are for checkpoints and data, and a pretended rank cannot have any.
+        # The extra gloo groups are for checkpoints and data, and an emulated peer cannot have any.
         parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=self.job.num_ranks, create_gloo_process_groups=not self.job.pretended
+            expert_model_parallel_size=self.job.num_ranks,
+            create_gloo_process_groups=not self.job.emulates_peers,
         )
         # Those of Transformer Engine, where it is installed, can be captured in CUDA graphs.
         model_parallel_cuda_manual_seed(self.job.seed, te_rng_tracker=self.job.on_cuda)
@@ -201,7 +202,7 @@ def run_ranks[Job: RankJob, Result](
         RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``.
         EnvironmentMissing, DifferenceFound: a rank raised it, or the link cannot be made.
     """
-    count = 1 if job.pretended else job.num_ranks
+    count = 1 if job.emulates_peers else job.num_ranks
     results: dict[int, Result] = {}
     namespaces: list[int | None] = [None] * count
     with contextlib.ExitStack() as stack:
@@ -211,7 +212,7 @@ def run_ranks[Job: RankJob, Result](
         if num_gpus < count:
             raise EnvironmentMissing(
                 f"{count} ranks need as many GPUs, and there are {num_gpus}. Use fewer --ranks, or "
-                "ampipe bench with --link emulated:RATE, which pretends the others."
+                "ampipe bench with --link emulated:RATE, which emulates the others."
             )
         if job.link.is_network:
             namespaces = [

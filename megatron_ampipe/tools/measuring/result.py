@@ -269,7 +269,7 @@ def _heading(document: ReportView) -> str:
 def _ranks(document: ReportView) -> str:
     ranks = f"{document['ranks']} ranks"
     if document["pretended"]:
-        ranks += ", all but one pretended"
+        ranks += ", all but one emulated"
     if document.get("ranks_per_node") is not None:
         ranks += f", {document['ranks_per_node']} per node"
     return ranks
