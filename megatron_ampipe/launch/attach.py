@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
-from megatron_ampipe.errors import global_rank
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
@@ -124,7 +124,7 @@ def _record_routing(args: argparse.Namespace, run: Run, context: AMPipeContext |
     if args.skip_train or not args.num_experts:
         rule = f"has no effect {'with --skip-train' if args.skip_train else 'without --num-experts'}"
         raise setting.refuse(folder, rule, "Leave it out.")
-    if global_rank() == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         outputs.check_folder(Path(folder).absolute(), flag=setting.flag, value=Path(folder))
     hooks.add(RoutingRecording(args, run.settings, context))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.errors import RunFailed, global_rank
+from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.planned import saved_form
 from megatron_ampipe.launch.trials import (
@@ -200,7 +201,7 @@ def require_agreement(pipeline: Pipeline) -> None:
 
 def print_on_first_rank(line: str) -> None:
     """Print a line to the log, on rank 0."""
-    if global_rank() == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         print(f"AMPipe: {line}", flush=True)
 
 
@@ -219,7 +220,7 @@ def save_choice(
 
     If that fails, training continues with the choice.
     """
-    if path is None or shape != announced or global_rank() != 0:
+    if path is None or shape != announced or int(os.environ.get("RANK", "0")) != 0:
         return
     try:
         head = "chosen by --ampipe-degree auto; for --ampipe-plan FILE"

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import choose_kernel
-from megatron_ampipe.errors import global_rank
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
 from megatron_ampipe.launch.recording import has_expert_communication
@@ -44,7 +43,7 @@ _NOTHING_TO_HIDE = (
 
 def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> None:
     """Print on rank 0 what this run does, and which flags were added or changed, with the reasons."""
-    if global_rank() != 0:
+    if int(os.environ.get("RANK", "0")) != 0:
         return
     table = Table(title=TITLE, title_justify="left", show_header=False)
     table.add_column("setting", no_wrap=True)
@@ -60,7 +59,7 @@ def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> 
 
 def print_end(pipeline: Pipeline) -> None:
     """Print on rank 0, at the end of a run, how it was pipelined, and where the table says more."""
-    if global_rank() == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         print(f"AMPipe: {pipeline}. The reasons are in the table '{TITLE}' near the start of this output.")
 
 
