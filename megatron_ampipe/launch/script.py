@@ -12,6 +12,7 @@ import argparse
 import atexit
 import functools
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.layout import misfit
-from megatron_ampipe.errors import AMPipeError, BadInput, global_rank
+from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.launch import config_files, flags, host
 from megatron_ampipe.launch.ending import (
     end_with,
@@ -252,7 +253,7 @@ class TrainingSession:
         self.run = resolve(args, run, adjustments=self._adjustments, on_gpu=on_gpu)
         self.context = attach(args, self.run, self._hooks, on_gpu=on_gpu)
         self._hooks.install(pipelined=self.context is not None)
-        if is_active and global_rank() == 0:
+        if is_active and int(os.environ.get("RANK", "0")) == 0:
             resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
             added = [f"{flag} ({reason})" for flag, reason in self._adjustments.items()]
             config_files.write_record(resolved, adjustments=added, script=self._script)
