@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
+from megatron_ampipe.runtime.gradient_slots import gradients_of
 from megatron_ampipe.runtime.moves import SlotOp, make, make_sums
-from megatron_ampipe.runtime.saved_tensors import InnerTensors
+from megatron_ampipe.runtime.saved_steps import bind_backward, bind_forward, bind_restoring
 from megatron_ampipe.runtime.segment import WeightProducts
-from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers, gradients_of
+from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers
 from megatron_ampipe.runtime.steps import (
     NOTHING,
     ZERO,
@@ -77,7 +78,7 @@ def compiled(
         issued = issue_order(schedule.program(direction), needs, host_waits=host_waits)
         calls[direction] = _calls(issued, needs, direction, steps)
     finish: list[SlotOp] = []
-    gradient = steps.gradients[0].of_hidden(blocks[0].indices, finish) if keep_graph else NOTHING
+    gradient = steps.gradients[0].of_input(blocks[0].indices, finish) if keep_graph else NOTHING
     free_slots(
         [call for direction in Direction for call in calls[direction]],
         pinned={NOTHING, ZERO, output, gradient, *(slot for move in finish for slot in move.slots)},
@@ -179,13 +180,9 @@ class _Steps:
         if stage.is_recompute:
             block.make_empty(step, stage.chunk)
         self._bind_values(step, stage.chunk, backward=backward)
-        if kind.restores is not None and not kind.gives:
-            step.extras["inner"] = inner = block.slot("inner", stage.chunk)
-            step.restores = [block.slot("segment", kind.restores, stage.chunk)]
-            step.others += [inner, *step.restores]
-        elif (
-            self._keep and stage.is_recompute == block.recomputed and not (kind.own_backward or kind.restores)
-        ):
+        if kind.restores is not None:
+            bind_restoring(step, block)
+        elif self._keep and stage.is_recompute == block.recomputed and not kind.own_backward:
             self._keep_graph(step)
         return step
 
@@ -194,7 +191,6 @@ class _Steps:
         stage, block = step.stage, self._blocks[step.stage.layer]
         kind, chunk, functions = stage.kind, stage.chunk, block.functions
         step.segment = block.slot("segment", kind, chunk)
-        step.recompute = kind in functions.recomputed
         # The tensors inside the experts are several times as wide as their inputs: most memory is here.
         step.releases = kind == kinds.EXPERT
         if keys := block.summed(kind):
@@ -206,16 +202,7 @@ class _Steps:
             self._products[stage.layer, kind].append(products)
             step.before.append(SlotOp(make, products, fixed=(WeightProducts,)))
             step.function = _within(step.function, functools.partial(functions.delay_wgrad, kind))
-        flow = block.flow_of(chunk)
-        if kind == kinds.EXPERT and not block.recomputed and any(row.restores == kind for row in flow.kinds):
-            step.extras["inner"] = inner = block.slot("inner", chunk)
-            new = functools.partial(
-                InnerTensors,
-                functions.stage_parameters.get(kind, ()),
-                copied=kinds.STORE in flow.kinds,
-                resorted=kinds.RESORT in flow.kinds,
-            )
-            step.before.append(SlotOp(make, inner, fixed=(new,)))
+        bind_forward(step, block)
         step.others += [step.segment, *step.extras.values()]
 
     def _differentiate(self, stage: Stage) -> Step:
@@ -226,6 +213,7 @@ class _Steps:
             products = block.slot("products", kind, chunk) if kind in self._apart else None
             step: Step = Differentiate(stage, segment, block.parameters.get(kind, ()), products)
             step.others += [segment] if products is None else [segment, products]
+            bind_backward(step, block)
             gradients.take(step, chunk)
         else:
             sums = block.slot("sums", block.summed(kind)[0][1].giver)
@@ -267,9 +255,6 @@ class _Steps:
             step.parts.append(slice(begin, len(step.takes)))
             if self._keep and block.recomputed and not backward and kind in block.flow.not_recomputed:
                 block.note_shapes(step, chunk)
-        if kind.restores == kinds.QKV:
-            # The graph of qkv reads the rows from the state of the layer.
-            step.restores = [block.slot("segment", kinds.QKV, chunk) for chunk in chunks]
         return step
 
     def _copy(self, stage: Stage, chunks: Sequence[int | None]) -> Copy:

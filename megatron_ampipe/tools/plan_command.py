@@ -215,7 +215,6 @@ def _write_shown(predictor: Predictor, pipeline: Pipeline, arguments: argparse.N
 
 
 UNNAMED = SimpleNamespace(
-    recomputed=(),
     stage_parameters={},
     run=lambda kind: (0, None),
     differentiate=lambda kind: (0, None),
