@@ -181,8 +181,8 @@ class TrainingFlags(ModelFlags):
     use_precision_aware_optimizer: _Switch = False
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
-    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    exp_avg_dtype: Dtype = "fp32"
+    exp_avg_sq_dtype: Dtype = "fp32"
 
 
 def _keys(flags: type[ModelFlags]) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from megatron_ampipe.schedule.features import boundary
 
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
 GROUPED = "--moe-grouped-gemm"
-MINIMUM_SPEEDUP = 1.01
+MINIMUM_SPEEDUP = 1 + MINIMUM_SAVING
 """The least predicted speedup for which blocks are split into chunks; smaller ones are within the error."""
 
 
