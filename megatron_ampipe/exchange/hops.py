@@ -52,21 +52,21 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> tuple[G
 
     They are the ranks with this rank's index in all nodes, and the ranks of its node, ordered node by node.
     """
-    ranks, ranks_per_node = dist.get_process_group_ranks(group), 0
-    if ranks_per_node is not None:
-        nodes = [rank // ranks_per_node for rank in ranks]
-        ranks_per_node = nodes.count(nodes[0])
-    assert (
-        1 < ranks_per_node < len(ranks)
-        and nodes == sorted(nodes)
-        and {*map(nodes.count, nodes)} == {ranks_per_node}
-    ), f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
-    node, place = divmod(group.rank(), ranks_per_node)
-    first = node * ranks_per_node
+    ranks = dist.get_process_group_ranks(group)
+    node_of_ranks = [] if ranks_per_node is None else [rank // ranks_per_node for rank in ranks]
+    # Of the ranks of the group, how many are on each node.
+    num_on_node = set(map(node_of_ranks.count, node_of_ranks))
+    size = min(num_on_node, default=0)
+    is_equal = len(num_on_node) == 1 and node_of_ranks == sorted(node_of_ranks)
+    assert is_equal and 1 < size < len(ranks), (
+        f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
+    )
+    node, place = divmod(group.rank(), size)
+    first = node * size
     # New groups even if an existing group has the same ranks, because each lane needs its own.
     return (
-        GroupRequest(group, "between nodes", tuple(ranks[place::ranks_per_node])),
-        GroupRequest(group, "within a node", tuple(ranks[first : first + ranks_per_node])),
+        GroupRequest(group, "between nodes", tuple(ranks[place::size])),
+        GroupRequest(group, "within a node", tuple(ranks[first : first + size])),
     )
 
 

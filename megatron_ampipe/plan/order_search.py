@@ -195,7 +195,7 @@ class OrderProblem:
 
     def _list_schedule(self, priority: Sequence[float]) -> Lanes:
         """The order in which a free lane always runs the ready stage with the highest priority."""
-        by_priority = sorted(range(len(priority)), key=lambda stage: (-priority[stage], stage))
+        by_priority = sorted(range(len(priority)), key=lambda stage: (-priority[stage], -stage))
         rank = [0] * len(priority)
         for place, stage in enumerate(by_priority):
             rank[stage] = place
