@@ -70,17 +70,20 @@ setup(
         # The first that nothing was tested with is 0.21. For another one: pip install --no-deps, then as
         # megatron_ampipe/compat.py says.
         "megatron-core[training]>0.16,!=0.16.*,<0.21",
-        "Jinja2>=3.1",
-        "matplotlib>=3.8",
-        "numpy>=1.26",
         "packaging>=23",
         "pydantic>=2.5",
         "rich>=13.0",
         "ruamel.yaml>=0.18",
-        "scipy>=1.11",
-        "tqdm>=4.60",
     ],
     extras_require={
+        # For the ampipe command, not for a training; megatron_ampipe/tools/packages.py lists the modules.
+        "tools": [
+            "Jinja2>=3.1",
+            "matplotlib>=3.8",
+            "numpy>=1.26",
+            "scipy>=1.11",
+            "tqdm>=4.60",
+        ],
         # Compiled at their installation unless a wheel fits; docs/install.md has FlashAttention 3 and apex.
         "flash-attn": ["flash-attn>=2.7"],
         "flash-attn-4": ["flash-attn-4>=4.0.0b36"],

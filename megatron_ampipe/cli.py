@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from megatron_ampipe import __version__
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
+from megatron_ampipe.tools import packages
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (error.name or "").startswith("megatron_ampipe"):
             raise
         remedy = "'ampipe doctor' says what is missing, and how to get it."
+        if error.name in packages.PACKAGES:
+            remedy = f"Run: {packages.INSTALL}"
         print(f"ampipe: {error}. {remedy}", file=sys.stderr)
         return EnvironmentMissing.exit_code
     except BrokenPipeError:

@@ -257,7 +257,7 @@ def mirrored(
     before: Callable[[Tensor, Tensor], object] = lambda output, input: None,
     travel: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """All-to-alls with pretended ranks (``tools.measuring.emulation``), of stock layers and of AMPipe's.
+    """All-to-alls with emulated peers (``tools.measuring.emulation``), of stock layers and of AMPipe's.
 
     Args:
         before: Called with output and input when an exchange starts.

@@ -4,7 +4,7 @@ Four layers and gloo ranks, over a network shaped as by ``ampipe bench``. Both k
 run in the same processes, in turns; medians of the forward and backward pass together. Needs root, from the
 repository's root:
 
-    PYTHONPATH=. python docs/measured/attention_rows.py docs/measured/attention_rows.json 2:100mbit 2:200mbit
+    PYTHONPATH=. python docs/measured/attention_rows.py FILE 2:100mbit 2:200mbit
 """
 
 from __future__ import annotations

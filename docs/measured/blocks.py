@@ -18,7 +18,7 @@ from comparisons import (
     merged,
 )
 from gpu_checks import plan_table, queues_table, ranks_table
-from raw_files import Documents, bench_results, markdown, steps_of, with_peaks, without_empty
+from raw_files import Documents, bench_results, link_to, markdown, steps_of, with_peaks, without_empty
 
 GPU_CHECKS = r"gpu-check-.*"
 GPU_LAYERS = r"gpu-check-(?!te-h200).*|deepseek-te-h200"
@@ -112,7 +112,7 @@ def check_steps(documents: Documents) -> str:
     for name, document in documents.items():
         for step in document["steps"]:
             said = step["said"].split(" in ")[0] if step["outcome"] != "ok" else ""
-            rows.append([_link(name), step["name"], step["outcome"], said, f"{step['seconds']:.0f}"])
+            rows.append([link_to(name), step["name"], step["outcome"], said, f"{step['seconds']:.0f}"])
     return markdown(["file", "step", "outcome", "what it printed", "s"], rows)
 
 
@@ -182,7 +182,7 @@ def gpu_losses(documents: Documents) -> str:
                 of_model, of_balance = (_apart(curve, losses["stock"], place) for place in (0, 1))
                 cells = [f"{max(of_model):.0e}", f"{max(of_balance):.0e}", f"{of_model[0]:.0e}"]
                 rows.append(
-                    [_link(name), family, kind, *("0" if cell == "0e+00" else cell for cell in cells)]
+                    [link_to(name), family, kind, *("0" if cell == "0e+00" else cell for cell in cells)]
                 )
     head = [
         "file",
@@ -210,7 +210,7 @@ def gpu_loop(documents: Documents) -> str:
         times = {kind: each["ms"] for kind, each in found.get("kinds", {}).items()}
         for kind, ms in times.items():
             speedup = "" if kind == "stock" else f"{times['stock'] / ms:.2f}"
-            rows.append([_link(name), family, kind, f"{ms:.0f}", speedup])
+            rows.append([link_to(name), family, kind, f"{ms:.0f}", speedup])
     return markdown(["file", "layers", "kind", "ms an iteration", "speedup"], rows)
 
 
@@ -384,10 +384,6 @@ GAINS = (
     ("`ranks` over `rows`", "exchange", "rows", "ranks"),
     ("`nodes` over `rows`", "exchange", "rows", "nodes"),
 )
-
-
-def _link(name: str) -> str:
-    return f"[{name}](measured/{name}.json)"
 
 
 BLOCKS = (

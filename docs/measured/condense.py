@@ -5,8 +5,8 @@ on the quick start's text, one process for each training, one after the other. T
 same text in the same order. What is in the file already is not trained again.
 
     ampipe data --output runs/stdlib
-    python docs/measured/condense.py train runs/stdlib docs/measured/condense.json [SEED ...]
-    python docs/measured/condense.py show docs/measured/condense.json docs/images/condense.png
+    python docs/measured/condense.py train runs/stdlib docs/measured/results/condense.json [SEED ...]
+    python docs/measured/condense.py show docs/measured/results/condense.json docs/images/condense.png
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ training would not fit into its time. For each model:
     python docs/measured/condense_speed.py measure small runs/stdlib runs/condensed SECONDS
     python docs/measured/condense_speed.py show small
 
-The file is ``condense_speed_MODEL.json`` next to this one.
+The file is ``results/condense_speed_MODEL.json``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
 
 def document_of(name: str) -> Path:
     """The file of a model."""
-    return Path(__file__).with_name(f"condense_speed_{name}.json")
+    return Path(__file__).parent / "results" / f"condense_speed_{name}.json"
 
 
 def job_of(model: Model, data: str, flags: list[str]) -> TrainingJob:
@@ -214,8 +214,7 @@ def counted_training(rank: Rank[training.TrainingJob]) -> None:
 
         say(event, {**value, "sent": sent_bytes()} if event == "iteration" else value)
 
-    rank.say = with_bytes
-    training.train(rank)
+    training.train(dataclasses.replace(rank, say=with_bytes))
 
 
 def show(found: dict[str, Any]) -> None:

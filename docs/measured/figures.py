@@ -19,10 +19,12 @@ import papers
 from blocks import BLOCKS
 from raw_files import (
     DOCS,
+    LINK_START,
     ROOT,
     Document,
     Documents,
     in_history,
+    link_to,
     markdown,
     origin_of,
     read_all,
@@ -44,11 +46,14 @@ commands of all its files share.
 """
 RESULTS_HEAD = f"""# Raw files
 
-Written by `{COMMAND}`: every raw file of a measurement, in `docs/measured`, with the command
-and the commit that it names. *In the history*: whether that commit is one of this repository. `-dirty`: the
-code that ran had modified files. *Used by*: the page with its table, or the day of the
-[log](log/README.md) that refers to it. Commands are those of their day; later versions may lack some flags.
+Written by `{COMMAND}`: the raw files of all measurements, in `docs/measured/results`, by
+page that uses them, and each one's command and commit. Commands are those of their day: later versions may
+lack some flags, and raw files were in `docs/measured`. `-dirty`: the code that ran had modified files.
+"""
+NOT_HERE = """## Commits that this repository does not have
 
+The exact code that these files were measured with is lost: the commits that they name are none of this
+repository's.
 """
 
 
@@ -91,7 +96,7 @@ def figures_page(documents: Documents) -> str:
         if chosen:
             rows = table(chosen)
             parts.append(f"\n## {title}\n\nSee [{what}]({what}).")
-            if "](measured/" not in rows:
+            if f"]({LINK_START}" not in rows:
                 parts.append(f" Raw file: {', '.join(itertools.starmap(link, chosen.items()))}.")
             parts.append(f"{shared_command(chosen)}\n\n{rows}")
     return "".join(parts)
@@ -121,25 +126,56 @@ def with_blocks(page: str, text: str, documents: Documents) -> str:
 
 def results_page(documents: Documents) -> str:
     """The text of ``docs/results.md``."""
+    pages_of = {name: used_by(name, documents) for name in documents}
+    return "\n".join(
+        [
+            RESULTS_HEAD,
+            f"## By page\n\n{files_by_page(pages_of)}",
+            f"{NOT_HERE}\n{files_by_commit(documents)}",
+            f"## By file\n\n{origins(documents, pages_of)}",
+        ]
+    )
+
+
+def files_by_page(pages_of: Mapping[str, Mapping[str, str]]) -> str:
+    """A table of pages, days of the log after them, with the raw files that each one uses."""
+    files: dict[str, list[str]] = {}
+    for name, links in pages_of.items():
+        for page in links.values():
+            files.setdefault(page, []).append(link_to(name))
+    ordered = sorted(files, key=lambda page: ("](log/" in page, page))
+    return markdown(["page", "files"], [[page, ", ".join(files[page])] for page in ordered])
+
+
+def files_by_commit(documents: Documents) -> str:
+    """A table of commits that are none of this repository, with the raw files that name them."""
+    files: dict[str, list[str]] = {}
+    for name, document in documents.items():
+        for commit in origin_of(document).commits:
+            if not in_history(commit):
+                files.setdefault(commit, []).append(link_to(name))
+    return markdown(
+        ["commit", "files"], [[f"`{commit}`", ", ".join(files[commit])] for commit in sorted(files)]
+    )
+
+
+def origins(documents: Documents, pages_of: Mapping[str, Mapping[str, str]]) -> str:
+    """A table of the raw files and where each one comes from."""
     rows = []
     for name, document in documents.items():
-        origin, pages_of_file = origin_of(document), used_by(name, documents)
-        days = [page for page in pages_of_file if page.startswith("docs/log/")]
-        found = ["yes" if in_history(commit) else "no" for commit in origin.commits]
+        origin = origin_of(document)
+        days = [page for page in pages_of[name] if page.startswith("docs/log/")]
         rows.append(
             [
-                f"[{name}](measured/{name}.json)",
+                link_to(name),
                 f"`{origin.command}`" if origin.command else "not recorded",
                 ", ".join(f"`{commit}`" for commit in origin.commits) or "not recorded",
-                ", ".join(dict.fromkeys(found)),
                 origin.machine or "not recorded",
                 origin.torch,
                 origin.date or (Path(days[0]).stem if days else "not recorded"),
-                ", ".join(pages_of_file.values()),
             ]
         )
-    head = ["file", "command", "commit", "in the history", "machine", "torch", "date", "used by"]
-    return RESULTS_HEAD + markdown(head, rows)
+    return markdown(["file", "command", "commit", "machine", "torch", "date"], rows)
 
 
 def used_by(name: str, documents: Documents) -> Mapping[str, str]:
@@ -157,7 +193,7 @@ def used_by(name: str, documents: Documents) -> Mapping[str, str]:
     for path in [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("log/*.md"))]:
         short = path.relative_to(DOCS)
         is_written = short.name in ("results.md", "figures.md", papers.PAGE)
-        if not is_written and f"measured/{name}.json)" in path.read_text():
+        if not is_written and f"{LINK_START}{name}.json)" in path.read_text():
             found.setdefault(f"docs/{short}", f"[{path.stem}]({short})")
     return found
 

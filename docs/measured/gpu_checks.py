@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from raw_files import Documents, markdown
+from raw_files import Documents, link_to, markdown
 
 from gpu_check import plan, ranks
 from gpu_check.plan import RUN
@@ -37,7 +37,7 @@ def _steps(documents: Documents, kind: str) -> Iterator[tuple[str, list[dict[str
         for step in document["steps"]:
             if step["kind"] == kind and step["found"]:
                 whole = [line for line in step["found"].splitlines() if line.endswith("}")]
-                yield f"[{name}](measured/{name}.json)", [json.loads(line) for line in whole]
+                yield link_to(name), [json.loads(line) for line in whole]
 
 
 def ranks_table(documents: Documents) -> str:

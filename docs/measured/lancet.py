@@ -8,12 +8,12 @@ the exchange or of what stages cost is in it. *Coverable* is the shorter one of 
 while nothing runs (its stage in ``not covered``), and of the products (the experts' stage in ``not covered``,
 less that in ``covered``).
 
-    python docs/measured/lancet.py covers docs/measured/lancet-covers-200mbit.json --repeats 120
+    python docs/measured/lancet.py covers docs/measured/results/lancet-covers-200mbit.json --repeats 120
 
 ``joined``: what gradients of weights of all chunks at once take back of what cutting costs: time of
 degree 4 over that of Megatron's layer, on the blocks of ``cpu-small``.
 
-    python docs/measured/lancet.py joined docs/measured/lancet-joined-none.json --link none --repeats 24
+    python docs/measured/lancet.py joined FILE --link none --repeats 24
 """
 
 from __future__ import annotations

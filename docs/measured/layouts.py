@@ -4,7 +4,7 @@ Reproductions of what Megatron-LM's issue 7452 and related ones report, as far a
 with gloo. Trainings run one iteration from one checkpoint and compare all of Adam's first moments; single
 layers compare one gradient. From the repository's root, in half a minute:
 
-    PYTHONPATH=. python docs/measured/layouts.py docs/measured/layouts.json
+    PYTHONPATH=. python docs/measured/layouts.py docs/measured/results/layouts.json
 """
 
 from __future__ import annotations

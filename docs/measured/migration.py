@@ -15,8 +15,8 @@ Source: Chen et al., Luffy, 2024 (arXiv 2411.15419); of the paper, the abstract 
 
     ampipe data --output runs/stdlib
     python docs/measured/migration.py train runs/stdlib runs/migration
-    python docs/measured/migration.py count runs/migration docs/measured/migration.json
-    python docs/measured/migration.py show docs/measured/migration.json
+    python docs/measured/migration.py count runs/migration docs/measured/results/migration.json
+    python docs/measured/migration.py show docs/measured/results/migration.json
 
 A training that the folder has is not run again.
 """

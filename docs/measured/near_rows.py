@@ -5,7 +5,7 @@ this. Here the stages from the dispatch to the combine are divided in two, near 
 products, and a transfer for each class of links. Orders are searched as the planner searches them, and
 compared with what the planner chooses among what there is.
 
-    python docs/measured/near_rows.py docs/measured/near-rows.json [PART OF A LABEL]
+    python docs/measured/near_rows.py docs/measured/results/near-rows.json [PART OF A LABEL]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_ampipe.schedule.kinds import COLLECT, COMBINE, DISPATCH, EXPERT, S
 from megatron_ampipe.schedule.stage_kind import INTRA, INTRA_LANE
 from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
 
-FOLDER = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
 LAYERS, DEGREES = 8, (2, 3)
 NEAR, FAR = "near", "far"
 TRANSFERS = (DISPATCH, COMBINE)
@@ -230,7 +230,7 @@ def cases() -> Iterator[tuple[str, Block, Cluster]]:
                     read = read_model(find_model(model), overrides=overrides)
                     block, _ = block_of(read, cluster, ranks=expert)
                     yield f"{model}, {name}, {expert} ranks, {rows} rows", block, cluster
-    cluster = read_cluster(FOLDER / "profile-50mbit-400mbit.yaml")
+    cluster = read_cluster(RESULTS / "profile-50mbit-400mbit.yaml")
     for case in read_grid(find_grid("cpu-small"), num_ranks=4):
         block = block_of_case(case, num_ranks=4, fused_gradients=False)
         yield f"{case.name}, two CPU nodes, 50 and 400 Mbit/s", block, cluster

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import papers_tables as tables
-from raw_files import MEASURED, Documents, markdown
+from raw_files import MEASURED, Documents, link_to, markdown
 from ruamel.yaml import YAML
 
 PAGE = "papers.md"
@@ -51,7 +51,7 @@ class Part:
 
 PREDICTED = tables.PREDICTED
 GPU_LINK = "--link emulated:20GB/s"
-PRETENDED = f"{GPU_LINK} --pretend-peers"
+EMULATED_PEERS = f"{GPU_LINK} --emulate-peers"
 FSMOE_SAMPLE = (
     *("b1-h8-l512-m1024-x2-f1.2-simple", "b1-h16-l2048-m2048-x4-all-mixtral"),
     *("b2-h16-l1024-m2048-x3-f2.4-simple", "b4-h32-l2048-m4096-x4-all-mixtral"),
@@ -64,24 +64,24 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Figure 7, on one GPU",
             r"gpu-check-h200|paper-figure-7-(?!cpu).*",
             tables.figure_7_measured,
-            f"ampipe bench --grid paper {PRETENDED} --ranks 4 --degrees 2,4 --repeats 3 --warmup 1 "
-            "--json docs/measured/paper-figure-7-h200.json",
+            f"ampipe bench --grid paper {EMULATED_PEERS} --ranks 4 --degrees 2,4 --repeats 3 --warmup 1 "
+            "--json docs/measured/results/paper-figure-7-h200.json",
         ),
         Part(
             "Figure 7, an eighth of the size, on CPUs",
             r"paper-figure-7-cpu.*",
             tables.figure_7_measured,
             "ampipe bench --grid cpu-paper --link emulated:50MB/s --degrees 2,4,8 --repeats 5 --warmup 1 "
-            "--json docs/measured/paper-figure-7-cpu.json",
+            "--json docs/measured/results/paper-figure-7-cpu.json",
         ),
         Part("Table 2, reported and predicted for 8 A800 over 20 GB/s", PREDICTED, tables.table_2_predicted),
         Part(
             "Table 2, on one GPU",
             r"paper-table-2-.*",
             tables.table_2_measured,
-            f"ampipe bench --grid paper-layers {PRETENDED} --ranks 8 --layers 12 --stack 1,all "
+            f"ampipe bench --grid paper-layers {EMULATED_PEERS} --ranks 8 --layers 12 --stack 1,all "
             "--schedules ampipe --degrees 2,4 --repeats 3 --warmup 1 "
-            "--json docs/measured/paper-table-2-h200.json",
+            "--json docs/measured/results/paper-table-2-h200.json",
         ),
     ),
     "MPipeMoE": (
@@ -95,9 +95,9 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Memory and time of eight layers, on one GPU",
             r"paper-mpipemoe-.*",
             tables.memory_measured,
-            f"ampipe bench --grid mpipemoe {PRETENDED} --ranks 8 --layers 8 --stack all --schedules ampipe "
-            "--degrees 4 --memory keep,S1,S2,S3,S4 --repeats 3 --warmup 1 "
-            "--json docs/measured/paper-mpipemoe-h200.json",
+            f"ampipe bench --grid mpipemoe {EMULATED_PEERS} --ranks 8 --layers 8 --stack all "
+            "--schedules ampipe --degrees 4 --memory keep,S1,S2,S3,S4 --repeats 3 --warmup 1 "
+            "--json docs/measured/results/paper-mpipemoe-h200.json",
         ),
         Part(
             "Time of a few layers by strategy, predicted (`mpipemoe-a100`)", PREDICTED, tables.strategy_times
@@ -109,9 +109,9 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Two degrees, on one GPU",
             r"paper-fsmoe-.*",
             tables.fsmoe_measured,
-            f"ampipe bench --grid fsmoe --cases {','.join(FSMOE_SAMPLE)} {PRETENDED} --ranks 8 "
+            f"ampipe bench --grid fsmoe --cases {','.join(FSMOE_SAMPLE)} {EMULATED_PEERS} --ranks 8 "
             "--schedules ampipe --degrees 2,4,2:4,4:2 --repeats 5 --warmup 1 "
-            "--json docs/measured/paper-fsmoe-h200.json",
+            "--json docs/measured/results/paper-fsmoe-h200.json",
         ),
     ),
     "Lancet": (
@@ -125,9 +125,9 @@ PARTS: Mapping[str, tuple[Part, ...]] = {
             "Exposed communication of twelve layers, on one GPU",
             r"paper-lancet-.*",
             tables.exposed_measured,
-            f"ampipe bench --grid paper-layers --cases medium-24k {PRETENDED} --ranks 8 --layers 12 "
+            f"ampipe bench --grid paper-layers --cases medium-24k {EMULATED_PEERS} --ranks 8 --layers 12 "
             "--stack all --schedules moe-only,ampipe,lancet,joined --degrees 1,2 --repeats 3 --warmup 1 "
-            "--json docs/measured/paper-lancet-h200.json",
+            "--json docs/measured/results/paper-lancet-h200.json",
         ),
     ),
     "Luffy": (
@@ -164,7 +164,7 @@ def text_of(part: Part, documents: Documents) -> str:
     chosen = {name: document for name, document in documents.items() if re.fullmatch(part.files, name)}
     texts = []
     if chosen:
-        links = ", ".join(tables.link_to(name) for name in chosen)
+        links = ", ".join(link_to(name) for name in chosen)
         texts.append(f"{part.table(chosen)}\nRaw files: {links}.\n")
     if part.command and output_of(part.command) not in chosen:
         what = "The rest is unmeasured" if chosen else "Unmeasured"
@@ -174,7 +174,7 @@ def text_of(part: Part, documents: Documents) -> str:
 
 def output_of(command: str) -> str:
     """The name of the raw file that a command writes."""
-    (name,) = re.findall(r"--json docs/measured/([\w.-]+)\.json", command)
+    (name,) = re.findall(r"--json docs/measured/results/([\w.-]+)\.json", command)
     return str(name)
 
 

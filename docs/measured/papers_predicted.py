@@ -6,7 +6,7 @@ whose figures are from data sheets where a paper gives none. ``papers.py`` makes
 
     python docs/measured/papers_predicted.py
 
-takes two minutes of one core, and writes ``papers-predicted.json`` next to this file.
+takes two minutes of one core, and writes ``results/papers-predicted.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid,
 
 DEGREES = (2, 4, 8)
 SCHEDULES = ("moe-only", "ampipe")
-OUTPUT = Path(__file__).with_name("papers-predicted.json")
+OUTPUT = Path(__file__).parent / "results" / "papers-predicted.json"
 LINK_FACTORS = (1, 2, 4)
 """How many times as long as in the cluster file an all-to-all takes."""
 TABLE_2_LAYERS = 12

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from raw_files import Document, Documents, bench_results, markdown, with_peaks, without_empty
+from raw_files import Document, Documents, bench_results, link_to, markdown, with_peaks, without_empty
 
 Table = Callable[[Documents], str]
 
@@ -131,11 +131,6 @@ def _difference_seen(case: Mapping[str, Any]) -> bool:
     return any(
         row["difference_seen"] for row in case["rows"] if (row["schedule"], row["degree"]) == ("ampipe", 4)
     )
-
-
-def link_to(name: str) -> str:
-    """A link to a raw file."""
-    return f"[{name}](measured/{name}.json)"
 
 
 PAPER_TABLE_2 = {

@@ -7,7 +7,7 @@ bound is that of ``ampipe bench``: the larger of all computation and all transfe
 stage timed alone in every round, with what the first transfer waits for and what waits for the last one. The
 kernel's TCP runs on the cores that compute: how much longer attention takes while a real link carries rows is
 measured as well, and a second bound is that of computation so much slower for as long as there are transfers.
-On a GPU all ranks but one are pretended, and stacks are also measured with their stages in CUDA graphs.
+On a GPU all ranks but one are emulated, and stacks are also measured with their stages in CUDA graphs.
 
 What is not AMPipe's, next to Megatron's layers: its own loop (:mod:`megatron_loop`) with CUDA graphs of the
 same modules, with its overlap of two micro-batches, which it has in 16 bit only, and with both, which needs
@@ -19,8 +19,8 @@ bf16, the experts that Megatron's layers choose for the first micro-batch are pr
 micro-batches, also while they are timed, since CUDA graphs would keep them. Needs root for a real link, from
 the repository's root:
 
-    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-200mbit.json 200mbit
-    PYTHONPATH=. python docs/measured/partners.py docs/measured/partners-25MB.json emulated:25MB/s
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/results/partners-200mbit.json 200mbit
+    PYTHONPATH=. python docs/measured/partners.py docs/measured/results/partners-25MB.json emulated:25MB/s
     PYTHONPATH=. python docs/measured/partners.py gpu.json emulated:20GB/s mixtral mixtral-4k
     PYTHONPATH=. python docs/measured/partners.py te.json emulated:20GB/s mixtral mixtral-4k-te
 """
@@ -97,7 +97,9 @@ def main() -> None:
     job = Steps(num_ranks=2, link=parse_link(link), case=CPU_CASE, rounds=ROUNDS)
     if grid:
         (case,) = read_grid(find_grid(grid[0]), only=grid[1])
-        job = replace(job, num_ranks=GPU_RANKS, case=case, device="cuda", pretended=True, rounds=ROUNDS + 1)
+        job = replace(
+            job, num_ranks=GPU_RANKS, case=case, device="cuda", emulates_peers=True, rounds=ROUNDS + 1
+        )
     of_ranks = run_ranks(job, work)
     # The slowest rank of each step.
     names = list(of_ranks[0]["seconds"])
@@ -288,8 +290,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
     def searched(times_s: StageTimes) -> Partner:
         times: dict[tuple[str, str], list[float]] = {}
         # Means of all layers and ranks: every rank has to find the same order.
-        of_ranks: list[Any] = [times_s] * (1 if rank.job.pretended else rank.job.num_ranks)
-        if not rank.job.pretended:
+        of_ranks: list[Any] = [times_s] * (1 if rank.job.emulates_peers else rank.job.num_ranks)
+        if not rank.job.emulates_peers:
             dist.all_gather_object(of_ranks, times_s)
         for of_rank in of_ranks:
             for direction, stages in of_rank.items():

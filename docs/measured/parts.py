@@ -9,11 +9,11 @@ named *frozen* compute no gradients of weights: what one in four parts takes mor
 would be left if these products were not cut, but joined at no cost. All of it once with the allocator as it
 is, and once with one that keeps its memory, so that page faults do not count.
 
-    python docs/measured/parts.py docs/measured/parts.json
+    python docs/measured/parts.py docs/measured/results/parts.json
 
 ``--only`` measures fewer rows more often:
 
-    python docs/measured/parts.py docs/measured/parts-frozen.json --cases top1 --repeats 60 \\
+    python docs/measured/parts.py docs/measured/results/parts-frozen.json --cases top1 --repeats 60 \\
         --default-allocator \\
         --only stock "stock, frozen" "parts 4, frozen" "moe-only 4, frozen" "ampipe 4, frozen"
 """

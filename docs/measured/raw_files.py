@@ -1,4 +1,4 @@
-"""Raw files of measurements, next to this module: their text, and where each one comes from."""
+"""Raw files of measurements, in the folder ``results``: their text, and where each one comes from."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ampipe.tools.measuring.prediction import predict_peaks
 
 MEASURED = Path(__file__).resolve().parent
+RESULTS = MEASURED / "results"
 DOCS = MEASURED.parent
 ROOT = DOCS.parent
 MIB = 1 << 20
@@ -24,15 +25,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 UNKNOWN = "unknown"
 """What a raw file names as its commit where its code was in no repository."""
 
+LINK_START = "measured/results/"
+"""What links to raw files begin with, on pages in ``docs``."""
+
 Document = Mapping[str, Any]
 Documents = Mapping[str, Document]
 """Raw files by their name, without its ending."""
 Rows = list[list[str]]
 
 
+def link_to(name: str) -> str:
+    """A link to a raw file, from a page in ``docs``."""
+    return f"[{name}]({LINK_START}{name}.json)"
+
+
 def read_all() -> dict[str, dict[str, Any]]:
     """Every raw file."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(MEASURED.glob("*.json"))}
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ file, so a part of the cost can appear in the iteration after: both are compared
 one after them, which makes a machine that slows down matter less.
 
     ampipe data --output runs/stdlib
-    python docs/measured/recording.py measure runs/stdlib docs/measured/recording.json DEGREE [DEGREE ...]
-    python docs/measured/recording.py show docs/measured/recording.json
+    python docs/measured/recording.py measure runs/stdlib FILE DEGREE [DEGREE ...]
+    python docs/measured/recording.py show FILE
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Megatron's timer ``all-grads-sync`` says how long a rank waits for reductions af
 the shortest of the ranks counts, which waits for no other one. Backward passes are timed too (Megatron's
 timer ``backward-compute``, the longest of the ranks).
 
-    python docs/measured/reductions.py positions docs/measured/reductions-positions.json --degree 4
+    python docs/measured/reductions.py positions docs/measured/results/reductions-positions.json --degree 4
 
 Four ranks on two cores compute in turns: while one waits for the network, the other one of its core computes,
 so a wait costs little. ``--dilation 5`` shows what ranks with a core each would do: all that a rank computes

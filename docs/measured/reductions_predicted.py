@@ -4,7 +4,7 @@ Four layers, buckets of the same size; without the tables of words and positions
 count. Times are of the last micro-batch. Measured times of iterations are in reductions-*.json. The stored
 document is of a version that also simulated the two steps of FSMoE's partitioning.
 
-    python docs/measured/reductions_predicted.py docs/measured/reductions-predicted.json
+    python docs/measured/reductions_predicted.py docs/measured/results/reductions-predicted.json
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build, even_chunks
 from megatron_ampipe.tools.measuring.grid import block_of_case, find_grid, read_grid
 
-FOLDER = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
 LAYERS, BUCKET_SIZE = 4, 250_000
 DP2_EP2 = {"replicas": 4, "expert_replicas": 2}
 PLACES = {
@@ -39,7 +39,7 @@ def main() -> None:
     document: dict[str, object] = {"command": ["python", *sys.argv]}
     for place, (link, name, degree, rows, ranks) in PLACES.items():
         # One link for all ranks, as in the measurement.
-        cluster = read_cluster(FOLDER / f"profile-{link}.yaml")
+        cluster = read_cluster(RESULTS / f"profile-{link}.yaml")
         cluster = dataclasses.replace(cluster, ranks_per_node=4)
         block = block_of_case(
             dataclasses.replace(case, sequence_length=rows), num_ranks=2, fused_gradients=True

@@ -15,6 +15,7 @@ from raw_files import (
     Documents,
     command_words,
     is_modified,
+    link_to,
     markdown,
     with_peaks,
     without_empty,
@@ -39,7 +40,7 @@ def command_of(document: Document) -> list[str]:
 
 def link(name: str, document: Document) -> str:
     """A link to the raw file, with a star if files of the code that ran were modified."""
-    return f"[{name}](measured/{name}.json)" + (r"\*" if is_modified(document) else "")
+    return link_to(name) + (r"\*" if is_modified(document) else "")
 
 
 def same_transport(document: Document) -> bool:

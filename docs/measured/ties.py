@@ -6,7 +6,7 @@ two chunks, and partners. Stores all losses with every digit, and of the first i
 another expert than in the first training: how many such tokens, and by how much the logits of both experts
 differ in the first layer that has one. From the repository's root:
 
-    PYTHONPATH=. python docs/measured/ties.py docs/measured/ties.json 1 2 3
+    PYTHONPATH=. python docs/measured/ties.py docs/measured/results/ties.json 1 2 3
 """
 
 from __future__ import annotations

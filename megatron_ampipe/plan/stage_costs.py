@@ -387,8 +387,11 @@ def host_calls(
 
 def issued_parts(kind: StageKind, direction: Direction, block: Block) -> float:
     """Factor by which issuing a stage takes longer than with one local expert."""
-    alone = replace(block, experts=block.expert)
-    return host_calls(kind, direction, block) / host_calls(kind, direction, alone)
+    calls_alone = host_calls(kind, direction, replace(block, experts=block.expert))
+    if not calls_alone:
+        # The backward pass has no such stage, as of counts.
+        return 1.0
+    return host_calls(kind, direction, block) / calls_alone
 
 
 def issue_us(

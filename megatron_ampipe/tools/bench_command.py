@@ -42,7 +42,10 @@ from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, 
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
+from megatron_ampipe.tools.measuring.reports import CaseReport
 
+DEGREES = "1,2,4,8"
+"""The default of ``--degrees``."""
 OFF = "off"
 """The value of ``--partner`` without partners."""
 UNCHANGED = "none"
@@ -52,12 +55,12 @@ LAYERS_OF_TRAINING, ROUNDS = 2, 3
 
 EPILOG = """\
 examples:
-  ampipe bench --grid cpu-small --link 200mbit --degrees 1,2,4,8 --json bench.json
+  ampipe bench --grid cpu-small --link 200mbit --json bench.json
       two ranks over a real 200 Mbit/s network between network namespaces (needs root)
   ampipe bench --grid cpu-small --link emulated:200mbit:50us
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json
-      on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
+      on one GPU: the paper's cases; the other ranks are emulated, and the output says so
   ampipe bench --ranks 4 --ranks-per-node 2 --link inter=50mbit,intra=400mbit --exchange rows,ranks,nodes
       two nodes of two ranks: a slow network between them, and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
@@ -75,29 +78,23 @@ machine was. A speedup that is nearer to 1 than its spread is marked as no diffe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe bench``."""
-    add, positive = adder(parser), at_least(1)
+    add = adder(parser)
     add("--grid", "NAME|FILE", "blocks to measure: a file or a name in configs/bench", default="cpu-small")
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
+    _add_variants(add)
+    _add_repeats(add)
+    _add_outputs(add)
+
+
+def _add_variants(add: Callable[..., None]) -> None:
+    """What is compared: all combinations."""
     chunks = "numbers of chunks; 4:2 is 4 forward and 2 backward"
-    add("--degrees", "N,N", chunks, type=several(_degree), default="1,2,4,8")
+    add("--degrees", "N,N", chunks, type=several(_degree), default=DEGREES)
     schedules = several(matching("|".join(SCHEDULE_NAMES), "ampipe"))
     add("--schedules", "S,S", f"of {', '.join(SCHEDULE_NAMES)}", type=schedules, default="moe-only,ampipe")
-    add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
-    add("--warmup", "N", "passes before those", type=at_least(0), default=2)
-    add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
-    pretend = (
-        "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
-        "the default where there are fewer GPUs than ranks"
-    )
-    add("--pretend-peers", None, pretend, action="store_true")
-    end_to_end = (
-        "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
-        "--warmup ones"
-    )
-    add("--end-to-end", None, end_to_end, action="store_true")
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
-    add("--layers", "N", layers, type=positive)
+    add("--layers", "N", layers, type=at_least(1))
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
     add("--stack", "N,N", stacks, default="1,all")
     memories = ", ".join((*STRATEGIES, *PAPER_NAMES))
@@ -113,9 +110,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     orders = " or ".join(PARTNER_ORDERS)
     partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
     add("--partner", "P,P", partners, type=several(matching("|".join((OFF, *PARTNER_ORDERS)), OFF)))
+
+
+def _add_repeats(add: Callable[..., None]) -> None:
+    """How it is measured, and how often."""
+    positive = at_least(1)
+    add("--repeats", "N", "timed passes of each layer", type=positive, default=10)
+    add("--warmup", "N", "passes before those", type=at_least(0), default=2)
+    add("--seed", "N", "of weights and inputs", type=at_least(0), default=1)
+    emulate = (
+        "run one rank; what the others would send is made from what it sends. Only with an emulated link; "
+        "the default where there are fewer GPUs than ranks"
+    )
+    add("--emulate-peers", None, emulate, action="store_true")
+    # As the commands of older results name it.
+    add("--pretend-peers", None, argparse.SUPPRESS, action="store_true", dest="emulate_peers")
+    end_to_end = (
+        "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
+        "--warmup ones"
+    )
+    add("--end-to-end", None, end_to_end, action="store_true")
     add("--micro-batches", "N", "with --end-to-end: of each rank in an iteration (default: 2)", type=positive)
     rounds = f"with --end-to-end: trainings of each kind, in turns (default: {ROUNDS})"
     add("--rounds", "N", rounds, type=positive)
+
+
+def _add_outputs(add: Callable[..., None]) -> None:
+    """What is written and shown."""
     add("--json", "FILE", "write all samples, versions and hardware after every case", type=Path)
     add("--predict", "FILE", "show what the planner predicts from this file of ampipe profile")
     add("--from", "FILE", "show these results; measure nothing", type=Path, dest="sources", nargs="+")
@@ -169,7 +190,7 @@ def _show(document: Report) -> None:
 def _measure(arguments: argparse.Namespace) -> Report:
     """Run the ranks; returns the document, written after each case, and shown also after a failure."""
     job = _job(arguments)
-    job_fields = ("pretended", "device", "cores", "layers", "repeats", "warmup", "seed")
+    job_fields = ("device", "cores", "layers", "repeats", "warmup", "seed")
     document: Report = {
         "format": training.FORMAT if arguments.end_to_end else result.FORMAT,
         "command": arguments.command_line,
@@ -179,6 +200,7 @@ def _measure(arguments: argparse.Namespace) -> Report:
         "emulated": job.link.emulated,
         "ranks": job.num_ranks,
         "ranks_per_node": job.ranks_per_node,
+        "pretended": job.emulates_peers,
         **{key: getattr(job, key) for key in job_fields},
         "versions": machine.versions(),
         "hardware": machine.hardware(),
@@ -221,12 +243,12 @@ def _time_blocks(
     finished: Callable[[Report], None],
 ) -> None:
     """Time blocks; ``finished`` is called with each entry of ``cases``."""
-    reports: list[dict[int, Report]] = [{} for _ in job.cases]
+    reports: list[dict[int, CaseReport]] = [{} for _ in job.cases]
 
     def on_message(rank: int, event: str, value: Any) -> None:
         if event == "case":
             index, reports[index][rank] = value
-            if len(reports[index]) == (1 if job.pretended else job.num_ranks):
+            if len(reports[index]) == (1 if job.emulates_peers else job.num_ranks):
                 finished(result.case_result(job, index, [reports[index][n] for n in sorted(reports[index])]))
         elif rank == 0 and event == "gpu":
             hardware.update(value)
@@ -278,17 +300,17 @@ def _check_together(arguments: argparse.Namespace) -> None:
 def _job(arguments: argparse.Namespace) -> BenchJob:
     link, end_to_end, count = arguments.link, arguments.end_to_end, arguments.ranks or RANKS
     num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
-    pretended = arguments.pretend_peers or (link.emulated and 0 < num_gpus < count)
-    if end_to_end and pretended:
-        arguments.refuse("--pretend-peers: a training needs every rank's gradients; leave out --end-to-end")
+    emulates_peers = arguments.emulate_peers or (link.emulated and 0 < num_gpus < count)
+    if end_to_end and emulates_peers:
+        arguments.refuse("--emulate-peers: a training needs every rank's gradients; leave out --end-to-end")
     check_nodes(arguments, count)
-    if pretended and arguments.ranks_per_node is not None:
+    if emulates_peers and arguments.ranks_per_node is not None:
         arguments.refuse(
-            f"--ranks-per-node {arguments.ranks_per_node} with pretended ranks, which pass no rows on within "
-            "a node; leave --ranks-per-node out, or use a --link that needs no pretended ranks"
+            f"--ranks-per-node {arguments.ranks_per_node} with emulated peers, which pass no rows on within "
+            "a node; leave --ranks-per-node out, or use a --link that needs no emulated peers"
         )
-    if pretended and not link.emulated:
-        arguments.refuse(f"--pretend-peers with --link {link.text}; use --link emulated:RATE")
+    if emulates_peers and not link.emulated:
+        arguments.refuse(f"--emulate-peers with --link {link.text}; use --link emulated:RATE")
     cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
     layers = arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1)
     fused = has_fused_weight_gradients(on_gpu=num_gpus > 0)
@@ -303,7 +325,7 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         link=link,
         num_ranks=count,
         ranks_per_node=arguments.ranks_per_node,
-        pretended=pretended,
+        emulates_peers=emulates_peers,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         warmup=arguments.warmup,
@@ -365,5 +387,5 @@ def _degree(word: str) -> Pipeline:
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{word!r} is no whole number of at least 1, and no pair of which one divides the other; write "
-            "for example 1,2,4,8, or 4:2 for a backward pass of degree 2"
+            f"for example {DEGREES}, or 4:2 for a backward pass of degree 2"
         ) from None

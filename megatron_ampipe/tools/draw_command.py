@@ -16,7 +16,7 @@ from rich.table import Table
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least
 from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
-from megatron_ampipe.tools import timeline_picture
+from megatron_ampipe.tools import packages, timeline_picture
 
 _CLOCK_US = 1.0
 """Largest error of the times of a device's events."""
@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     first, refuse = arguments.traces[0], arguments.refuse
     output = arguments.output or (first if first.is_dir() else first.parent) / "timeline"
+    packages.require("matplotlib")
     targets = outputs.check_prefix(output, suffixes=timeline_picture.SUFFIXES, flag="--output")
     timelines = _read(arguments.traces, refuse)
     recorded = [{span.iteration for span in timeline.spans} for timeline in timelines]

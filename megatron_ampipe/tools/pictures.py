@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
+from megatron_ampipe.tools import packages
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,12 +25,16 @@ _WITHOUT_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 def check(path: Path, *, flag: str) -> None:
-    """Refuse a file of the argument ``flag`` that could not be written, or has another suffix: BadInput."""
+    """Refuse a file of the argument ``flag`` that could not be written, or has another suffix: BadInput.
+
+    Also raises :class:`EnvironmentMissing` if nothing can be drawn, before anything is measured.
+    """
     if path.suffix not in SUFFIXES:
         names = ", ".join(SUFFIXES)
         rule = f"must end with one of {names}, which gives the format"
         raise BadInput(flag, path, rule=rule, remedy=f"Use {flag} {path.with_suffix('.png')}.")
     outputs.check(path, flag=flag)
+    packages.require("matplotlib")
 
 
 @contextlib.contextmanager

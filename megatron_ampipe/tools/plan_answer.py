@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +12,7 @@ from rich.table import Table
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.files.timeline import Timeline
+from megatron_ampipe.plan.cluster import Operation
 from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
 from megatron_ampipe.plan.host_times import FACTORS, HostRow
 from megatron_ampipe.plan.kept import equation_10_us
@@ -45,14 +45,7 @@ def answer_of(
     memory of each pipeline stage (``plan.rank_memory.memory_by_stage``).
     """
     plan = plans.chosen
-    pipeline, shares = plan.pipeline_of(predictor.block.rows), plan.pipeline.shares
-    assert shares is not None
-    try:
-        gradients = _gradients(predictor, plan)
-    except BadInput as error:
-        # The rest of the plan does not need this figure.
-        gradients = None
-        assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
+    gradients = _gradients_or_why_not(predictor, plan, assumed)
     if isinstance(memory, str):
         assumed.append(f"memory of a rank is not estimated: {memory}")
     block = predictor.of_layers(1)
@@ -66,6 +59,19 @@ def answer_of(
         "layers": _layers(predictor, plans),
         "basis": predictor.cluster.basis,
         "gradients": gradients,
+        **_choice(predictor, plans),
+        "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
+        "dispatchers": _all_dispatchers(predictor, plans, others),
+        "rank_memory": None if isinstance(memory, str) else _fullest(memory),
+    }
+
+
+def _choice(predictor: Predictor, plans: Plans) -> Report:
+    """The chosen plan, and what it gains."""
+    plan = plans.chosen
+    pipeline, shares = plan.pipeline_of(predictor.block.rows), plan.pipeline.shares
+    assert shares is not None
+    return {
         "choice": str(pipeline) if plan.helps else None,
         "flags": pipeline.flags if plan.helps else None,
         "forward_degree": pipeline.degree,
@@ -89,13 +95,6 @@ def answer_of(
         "device_memory_gib": predictor.cluster.device_memory_gib,
         "helps": plan.helps,
         "reason": plan.reason,
-        "memory_strategies": _memory_strategies(block, plan) if plan.helps else None,
-        "dispatchers": [
-            row
-            for flags, compared in {"": plans, **others}.items()
-            for row in _dispatchers(predictor, compared, flags)
-        ],
-        "rank_memory": None if isinstance(memory, str) else _fullest(memory),
     }
 
 
@@ -144,12 +143,29 @@ def _fullest(ranks: Sequence[RankMemory]) -> Report:
     }
 
 
+def _all_dispatchers(predictor: Predictor, plans: Plans, others: Mapping[str, Plans]) -> list[Report]:
+    """The layers with the model's flags, and with other flags of Megatron."""
+    rows = _dispatchers(predictor, plans, "")
+    for flags, other_plans in others.items():
+        rows += _dispatchers(predictor, other_plans, flags)
+    return rows
+
+
+_OPERATIONS: Mapping[str, Operation] = {
+    "alltoall": "all_to_all",
+    "allgather": "all_gather",
+    "deepep": "deepep",
+    "hybridep": "hybridep",
+}
+"""The collective of each dispatcher, as a cluster file names it."""
+
+
 def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[Report]:
     """The layers with each exchange of a dispatcher, and the flags of Megatron that the model lacks."""
     words = flags.split()
     dispatcher = words[-1] if "--moe-token-dispatcher-type" in words else predictor.block.dispatcher
     stock_ms = plans.step_ms * plans.chosen.predicted_speedup
-    operation: Any = {"alltoall": "all_to_all", "allgather": "all_gather"}.get(dispatcher, dispatcher)
+    operation = _OPERATIONS[dispatcher]
     return [
         {
             "dispatcher": dispatcher,
@@ -276,6 +292,16 @@ def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
     return [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.block.rows)]
 
 
+def _gradients_or_why_not(predictor: Predictor, plan: Plan, assumed: list[str]) -> Report | None:
+    """:func:`_gradients`; if they cannot be predicted, None, and ``assumed`` says why."""
+    try:
+        return _gradients(predictor, plan)
+    except BadInput as error:
+        # The rest of the plan does not need this figure.
+        assumed.append(f"reductions of gradients are not predicted: {error.value} {error.rule}")
+        return None
+
+
 def _gradients(predictor: Predictor, plan: Plan) -> Report | None:
     """How gradients are reduced with the chosen plan; None without a plan or without anything to reduce."""
     if not plan.helps:
@@ -298,64 +324,108 @@ def _table(title: str, rows: Sequence[ReportView], columns: Mapping[str, str]) -
 
 def show(answer: ReportView, plan: Plan, console: Console, *, verbose: bool = False) -> None:
     """Print an answer of :func:`answer_of` and the chosen plan: what to do first, then what was compared."""
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, soft_wrap=True, style=style)
-
-    if plan.helps:
-        say(f"choice: {answer['choice']}")
-        say(f"predicted: {plan.predicted_speedup:.2f} times as fast as Megatron's layers ({answer['basis']})")
-        if answer["speedup_by_fewer_bytes"] != 1:
-            say(
-                "of which {speedup_by_overlap:.2f} by overlap, {speedup_by_fewer_bytes:.2f} by fewer bytes "
-                "or messages between ranks".format_map(answer)
-            )
-        say(f"flags: {' '.join(answer['flags'])}")
-        if plan.searched:
-            say("Its order was searched: use --output FILE, and --ampipe-plan FILE in place of these flags.")
-    else:
-        say("choice: degree 1, Megatron's own layers")
-    if answer["host"] is not None:
-        for sentence in _host_sentences(answer["host"]):
-            say(sentence)
-    for sentence in _faster_with(answer["dispatchers"]):
-        say(sentence)
-    say(answer["reason"])
-    if answer["hidden_by"] is not None:
-        shares = (f"{share:.0%} under {source}" for source, share in answer["hidden_by"].items() if share)
-        say(f"communication hidden: {', '.join(shares) or 'none'}")
-    if (held := answer["rank_memory"]) is not None:
-        say(_held(held, answer["device_memory_gib"]))
+    for sentence in _sentences(answer, plan):
+        console.print(sentence, soft_wrap=True)
     for sentence in answer["assumed"]:
-        say(f"assumed: {sentence}", style="dim")
-    if answer["layers"]:
-        title = "layers of a pipeline stage, a micro-batch forward and backward"
-        columns = {"layers": "way", "predicted ms": "predicted_ms:.3f", "speedup": "speedup:.2f"}
-        console.print(_table(title, answer["layers"], columns | {"of bound": "of_bound"}))
-    if len(dispatchers := [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]) > 1:
-        rows = [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers]
-        title = "the same layers by dispatcher that the cluster file has figures of"
-        columns = {"dispatcher": "dispatcher", "exchange": "exchange", "Megatron's ms": "stock_ms:.1f"}
-        columns |= {"AMPipe's ms": "predicted_ms:.1f", "speedup": "speedup:.2f", "figures": "figures"}
-        console.print(_table(title, rows, columns))
-    ways = {"degree": "degree", "schedule": "schedule"}
-    directions = {name: f"{name}_ms:.3f" for name in ("forward", "backward", "predicted")}
-    gains = {"speedup": "speedup:.2f", "hidden": "hidden_share:.1%"}
-    rows = answer["degrees"]
-    console.print(_table("one block, one micro-batch, predicted ms", rows, ways | directions | gains))
+        console.print(f"assumed: {sentence}", soft_wrap=True, style="dim")
+    for table in _tables(answer):
+        console.print(table)
     if not verbose:
         return
-    rows = [row | row["memory_gib_by_strategy"] for row in rows]
-    title = "GiB of activations, one block, by --ampipe-memory"
-    console.print(_table(title, rows, ways | {name: f"{name}:.2f" for name in STRATEGIES}))
+    console.print(_memory_table(answer["degrees"]))
     if (gradients := answer["gradients"]) is not None:
-        say(_advice_on_gradients(gradients))
+        console.print(_advice_on_gradients(gradients), soft_wrap=True)
     if (memory := answer["memory_strategies"]) is not None:
-        times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
-        say(
-            f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
-            f"{memory['simulated']} by simulation (ms of the block: {times})"
+        console.print(_advice_on_memory(memory), soft_wrap=True)
+
+
+def _sentences(answer: ReportView, plan: Plan) -> Iterator[str]:
+    """The choice, what it gains and needs."""
+    if plan.helps:
+        yield from _sentences_on_plan(answer, plan)
+    else:
+        yield "choice: degree 1, Megatron's own layers"
+    if answer["host"] is not None:
+        yield from _host_sentences(answer["host"])
+    yield from _faster_with(answer["dispatchers"])
+    yield answer["reason"]
+    if answer["hidden_by"] is not None:
+        shares = [f"{share:.0%} under {source}" for source, share in answer["hidden_by"].items() if share]
+        yield f"communication hidden: {', '.join(shares) or 'none'}"
+    if (held := answer["rank_memory"]) is not None:
+        yield _held(held, answer["device_memory_gib"])
+
+
+def _sentences_on_plan(answer: ReportView, plan: Plan) -> Iterator[str]:
+    yield f"choice: {answer['choice']}"
+    yield f"predicted: {plan.predicted_speedup:.2f} times as fast as Megatron's layers ({answer['basis']})"
+    if answer["speedup_by_fewer_bytes"] != 1:
+        yield (
+            f"of which {answer['speedup_by_overlap']:.2f} by overlap, "
+            f"{answer['speedup_by_fewer_bytes']:.2f} by fewer bytes or messages between ranks"
         )
+    yield f"flags: {' '.join(answer['flags'])}"
+    if plan.searched:
+        yield "Its order was searched: use --output FILE, and --ampipe-plan FILE in place of these flags."
+
+
+_OF_WAYS = {"degree": "degree", "schedule": "schedule"}
+"""The first columns of the tables of one block."""
+
+
+def _tables(answer: ReportView) -> Iterator[Table]:
+    """What was compared: for the layers of a pipeline stage, by dispatcher, and for one block."""
+    if answer["layers"]:
+        yield _table(
+            "layers of a pipeline stage, a micro-batch forward and backward",
+            answer["layers"],
+            {
+                "layers": "way",
+                "predicted ms": "predicted_ms:.3f",
+                "speedup": "speedup:.2f",
+                "of bound": "of_bound",
+            },
+        )
+    dispatchers = [row for row in answer["dispatchers"] if GROUPED not in row["flags"]]
+    if len(dispatchers) > 1:
+        yield _table(
+            "the same layers by dispatcher that the cluster file has figures of",
+            [row | {"exchange": row["exchange"] or "its own"} for row in dispatchers],
+            {
+                "dispatcher": "dispatcher",
+                "exchange": "exchange",
+                "Megatron's ms": "stock_ms:.1f",
+                "AMPipe's ms": "predicted_ms:.1f",
+                "speedup": "speedup:.2f",
+                "figures": "figures",
+            },
+        )
+    yield _table(
+        "one block, one micro-batch, predicted ms",
+        answer["degrees"],
+        {
+            **_OF_WAYS,
+            "forward": "forward_ms:.3f",
+            "backward": "backward_ms:.3f",
+            "predicted": "predicted_ms:.3f",
+            "speedup": "speedup:.2f",
+            "hidden": "hidden_share:.1%",
+        },
+    )
+
+
+def _memory_table(rows: Sequence[ReportView]) -> Table:
+    by_strategy = [{**row, **row["memory_gib_by_strategy"]} for row in rows]
+    title = "GiB of activations, one block, by --ampipe-memory"
+    return _table(title, by_strategy, _OF_WAYS | {name: f"{name}:.2f" for name in STRATEGIES})
+
+
+def _advice_on_memory(memory: ReportView) -> str:
+    times = ", ".join(f"{name} {time_ms:.3f}" for name, time_ms in memory["simulated_ms"].items())
+    return (
+        f"to hold less, degree {memory['degree']}: {memory['equation_10']} by MPipeMoE's equation 10, "
+        f"{memory['simulated']} by simulation (ms of the block: {times})"
+    )
 
 
 def _faster_with(rows: Sequence[ReportView]) -> Iterator[str]:

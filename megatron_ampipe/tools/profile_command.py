@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +15,15 @@ from tqdm import tqdm
 
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least
-from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.plan.cluster import write_cluster
+from megatron_ampipe.tools import packages
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.cluster_fit import assemble
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
+from megatron_ampipe.tools.measuring.reports import OperationsReport
 
 EPILOG = """\
 examples:
@@ -48,53 +50,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", "N", "timed calls of each operation", type=at_least(3), default=7)
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """How many ranks measure, and who has started them.
+
+    Attributes:
+        count: The ranks.
+        ranks_per_node: Consecutive ranks on a node; None if all are.
+        rank: This rank, if torchrun has started it; None if this command starts the ranks.
+    """
+
+    count: int
+    ranks_per_node: int | None
+    rank: int | None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> _Launch:
+        """Of the arguments, or of the variables that torchrun sets; refuses both together."""
+        if not {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+            count = arguments.ranks or RANKS
+            check_nodes(arguments, count)
+            return cls(count, arguments.ranks_per_node, rank=None)
+        given = (arguments.ranks, arguments.ranks_per_node)
+        if given != (None, None) or arguments.link != parse_link(None):
+            arguments.refuse(
+                "torchrun has started these ranks; leave --ranks, --ranks-per-node and --link out"
+            )
+        return cls(
+            int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["RANK"])
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process shows progress and writes the file."""
+        return self.rank is None or self.rank == 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit and write."""
+    packages.require("scipy")
     outputs.check(arguments.output, flag="--output")
-    started = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    launch = _Launch.of(arguments)
     link = arguments.link
-    own = (arguments.ranks, arguments.ranks_per_node)
-    if started and (own != (None, None) or link != parse_link(None)):
-        arguments.refuse("torchrun has started these ranks; leave --ranks, --ranks-per-node and --link out")
-    count = int(os.environ["WORLD_SIZE"]) if started else arguments.ranks or RANKS
-    if not started:
-        check_nodes(arguments, count)
-    case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, num_ranks=count)
+    case, *_ = read_grid(find_grid(arguments.grid), only=arguments.case, num_ranks=launch.count)
     num_gpus = 0 if link.is_network else machine.num_gpus()
     job = BenchJob(
         cases=(case,),
         link=link,
-        num_ranks=count,
+        num_ranks=launch.count,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         warmup=2,
-        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if started else arguments.ranks_per_node,
+        ranks_per_node=launch.ranks_per_node,
     )
-    is_first = not started or os.environ["RANK"] == "0"
-    with tqdm(unit=" steps", leave=False, disable=None if is_first else True) as bar:
-
-        def on_message(rank: int, event: str, _: object = None) -> None:
-            if rank == 0 and event == "progress":
-                bar.update()
-
-        if started:
-            import torch.distributed as dist
-
-            number = int(os.environ["RANK"])
-            reports: list[Report] = [{}] * count
-            rank = Rank(job, number, say=partial(on_message, number))
-            dist.all_gather_object(reports, measure_rank(rank))
-            dist.destroy_process_group()
-        else:
-            reports = run_ranks(job, measure_rank, on_message=on_message)
-    if not is_first:
+    reports = _measure(job, launch)
+    if not launch.is_first:
         return 0
     kernel, versions = reports[0]["kernel"], machine.versions()
     cluster = assemble(
         case,
         reports,
-        ranks_per_node=job.ranks_per_node or count,
-        description=f"{machine.hardware()['cpu']}, torch {versions['torch']}: {count} ranks, "
+        ranks_per_node=job.ranks_per_node or launch.count,
+        description=f"{machine.hardware()['cpu']}, torch {versions['torch']}: {launch.count} ranks, "
         f"link {link.text}, attention {kernel}, around case {case.name}",
         source=f"measured by ampipe profile, commit {versions['commit']}; medians of the slowest rank",
         device_memory_gib=reports[0]["device_memory_gib"],
@@ -104,8 +121,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure_rank(rank: Rank[BenchJob]) -> Report:
-    """Measure in a rank; returns the report of :func:`.measuring.operations.measure`."""
+def _measure(job: BenchJob, launch: _Launch) -> list[OperationsReport]:
+    """The reports of all ranks: of those that it starts, or of those that torchrun has started."""
+    with tqdm(unit=" steps", leave=False, disable=None if launch.is_first else True) as bar:
+
+        def on_message(rank: int, event: str, _: object = None) -> None:
+            if rank == 0 and event == "progress":
+                bar.update()
+
+        if launch.rank is None:
+            return run_ranks(job, measure_rank, on_message=on_message)
+        import torch.distributed as dist
+
+        report = measure_rank(Rank(job, launch.rank, say=partial(on_message, launch.rank)))
+        reports = [report] * launch.count
+        dist.all_gather_object(reports, report)
+        dist.destroy_process_group()
+        return reports
+
+
+def measure_rank(rank: Rank[BenchJob]) -> OperationsReport:
+    """Measure in a rank."""
     rank.start_megatron()
     # Imports Megatron, so it must come after the link is emulated.
     from megatron_ampipe.tools.measuring import operations

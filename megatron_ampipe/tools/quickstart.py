@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
+from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools.measuring import training
 from megatron_ampipe.tools.measuring.network import Link, NetworkUnavailable, connected, parse_link
@@ -98,76 +100,129 @@ def choose_link(wanted: Link | None) -> tuple[Link, str | None]:
         return parse_link(f"emulated:{LINK}"), error.reason
 
 
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """One of the two trainings that are compared.
+
+    Attributes:
+        name: In the summary, and of its log.
+        title: For people.
+        flags: Those that the other training does not have.
+        stock_attends_as: As in :class:`.TrainingJob`.
+    """
+
+    name: str
+    title: str
+    flags: tuple[str, ...]
+    stock_attends_as: str | None
+
+
 def _compare(link: Link, why_emulated: str | None, chosen: argparse.Namespace) -> int:
-    folder, iterations = chosen.output.resolve(), chosen.iterations
+    folder = chosen.output.resolve()
+    traces, timeline = folder / "trace", folder / "timeline"
+    _say_link(link, why_emulated)
+    flags = _common_flags(folder, chosen.iterations)
+    ampipe_flags = ("--ampipe-degree", str(chosen.degree), "--ampipe-trace-dir", str(traces))
+    # Megatron's layers get the attention kernel of AMPipe's: their own is slower on a CPU.
+    stock = _Training("baseline", "Megatron", ("--ampipe-degree", "1"), stock_attends_as="fp32")
+    ampipe = _Training("ampipe", f"AMPipe, degree {chosen.degree}", ampipe_flags, stock_attends_as=None)
+    curves = [
+        _train(each, flags, link=link, iterations=chosen.iterations, folder=folder)
+        for each in (stock, ampipe)
+    ]
+    _ampipe("draw", str(traces), "--output", str(timeline))
+    stock_run, ampipe_run = (
+        _run_of(curve, folder / f"{each.name}.log")
+        for each, curve in zip((stock, ampipe), curves, strict=True)
+    )
+    difference, iteration = training.loss_difference(*curves)
+    summary: Report = {
+        "speedup": round(stock_run["median_ms"] / ampipe_run["median_ms"], 4),
+        "link": _described(link, why_emulated),
+        stock.name: stock_run,
+        ampipe.name: ampipe_run,
+        "warmup": WARMUP,
+        "max_loss_diff": difference,
+        "max_loss_diff_iteration": iteration,
+        "degree": chosen.degree,
+        "hidden_share": Timeline.read_chrome(traces / "rank0.trace.json").hidden_share,
+        "timeline": str(timeline.with_suffix(".png")),
+    }
+    path = folder / "summary.json"
+    outputs.write_text(path, json.dumps(summary, indent=2) + "\n")
+    training.check_same(*curves, what=f"see {path} and both logs: the loss of AMPipe")
+    _say_result(summary, link, stock=stock_run, ampipe=ampipe_run)
+    print(f"timeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}")
+    return 0
+
+
+def _say_link(link: Link, why_emulated: str | None) -> None:
     print(f"link: {_name(link)}")
     if why_emulated is not None:
         print(f"    No real slow network can be made here: {why_emulated}.")
     if link.emulated:
         print("    Emulated: every all-to-all takes longer by the time its bytes need at this rate.")
         print("    Nothing else is slowed, gradient reduction included.")
-    data, traces, timeline = folder / "data" / "library", folder / "trace", folder / "timeline"
+
+
+def _common_flags(folder: Path, iterations: int) -> tuple[str, ...]:
+    """The flags of both trainings; makes their data if there is none."""
+    data = folder / "data" / "library"
     if not data.with_suffix(".idx").exists():
         _ampipe("data", "--output", str(data), "--force")
-    flags = (
+    return (
         *("--ampipe-config", *CONFIGS),
         *("--train-iters", str(iterations), "--lr-warmup-iters", str(min(20, iterations // 3))),
         *("--data-path", str(data), "--data-cache-path", str(folder / "data" / "cache")),
     )
-    ampipe_flags = ("--ampipe-degree", str(chosen.degree), "--ampipe-trace-dir", str(traces))
-    curves: list[training.Curve] = []
-    runs: dict[str, outputs.Report] = {}
-    for name, title, own_flags, stock_attends_as in (
-        # With the attention kernel of AMPipe's layers: Megatron's own is slower on a CPU.
-        ("baseline", "Megatron", ("--ampipe-degree", "1"), "fp32"),
-        ("ampipe", f"AMPipe, degree {chosen.degree}", ampipe_flags, None),
-    ):
-        log = folder / f"{name}.log"
-        log.unlink(missing_ok=True)
-        job = TrainingJob(
-            flags=(*flags, *own_flags),
-            stock_attends_as=stock_attends_as,
-            link=link,
-            num_ranks=NUM_RANKS,
-        )
-        with tqdm(total=iterations, desc=title, leave=False, disable=None) as bar:
-            curve = training.run(job, iterations=iterations, title=title, on_iteration=bar.update, log=log)
-        median_ms = statistics.median(curve.ms[WARMUP:])
-        runs[name] = {"losses": curve.lm_loss, "ms": curve.ms, "median_ms": median_ms, "log": str(log)}
-        curves.append(curve)
-    _ampipe("draw", str(traces), "--output", str(timeline))
-    difference, iteration = training.loss_difference(*curves)
-    stock_ms, ampipe_ms = (run["median_ms"] for run in runs.values())
-    speedup, hidden = stock_ms / ampipe_ms, Timeline.read_chrome(traces / "rank0.trace.json").hidden_share
-    summary = {
-        "speedup": round(speedup, 4),
-        "link": {
-            "kind": "real" if link.is_network else ("emulated" if link.emulated else "none"),
-            "rate_mbit_per_s": None if link.rate_bit_per_s is None else link.rate_bit_per_s / 1e6,
-            "why_emulated": why_emulated,
-        },
-        **runs,
-        "warmup": WARMUP,
-        "max_loss_diff": difference,
-        "max_loss_diff_iteration": iteration,
-        "degree": chosen.degree,
-        "hidden_share": hidden,
-        "timeline": str(timeline.with_suffix(".png")),
-    }
-    path = folder / "summary.json"
-    outputs.write_text(path, json.dumps(summary, indent=2) + "\n")
-    training.check_same(*curves, what=f"see {path} and both logs: the loss of AMPipe")
-    losses = " to ".join(f"{curves[0].lm_loss[place]:.4f}" for place in (0, -1))
-    print(
-        f"{speedup:.2f} times Megatron's speed, same losses\n    over {_name(link)}\n"
-        f"    an iteration (median, without the first {WARMUP}): Megatron {stock_ms:.0f} ms, AMPipe "
-        f"{ampipe_ms:.0f} ms\n"
-        f"    losses: {losses}, largest relative difference {difference:.1e}\n"
-        f"    communication that ran during computation: {hidden:.0%}\n"
-        "    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap.\n\n"
-        f"timeline: {summary['timeline']}\nsummary: {path}\n{_NEXT.rstrip()}"
+
+
+def _train(
+    chosen: _Training, flags: Sequence[str], *, link: Link, iterations: int, folder: Path
+) -> training.Curve:
+    log = folder / f"{chosen.name}.log"
+    log.unlink(missing_ok=True)
+    job = TrainingJob(
+        flags=(*flags, *chosen.flags),
+        stock_attends_as=chosen.stock_attends_as,
+        link=link,
+        num_ranks=NUM_RANKS,
     )
-    return 0
+    with tqdm(total=iterations, desc=chosen.title, leave=False, disable=None) as bar:
+        return training.run(job, iterations=iterations, title=chosen.title, on_iteration=bar.update, log=log)
+
+
+def _run_of(curve: training.Curve, log: Path) -> Report:
+    """A training in the summary."""
+    return {
+        "losses": curve.lm_loss,
+        "ms": curve.ms,
+        "median_ms": statistics.median(curve.ms[WARMUP:]),
+        "log": str(log),
+    }
+
+
+def _described(link: Link, why_emulated: str | None) -> Report:
+    """The link in the summary."""
+    return {
+        "kind": "real" if link.is_network else ("emulated" if link.emulated else "none"),
+        "rate_mbit_per_s": None if link.rate_bit_per_s is None else link.rate_bit_per_s / 1e6,
+        "why_emulated": why_emulated,
+    }
+
+
+def _say_result(summary: ReportView, link: Link, *, stock: ReportView, ampipe: ReportView) -> None:
+    first_loss, last_loss = stock["losses"][0], stock["losses"][-1]
+    print(
+        f"{stock['median_ms'] / ampipe['median_ms']:.2f} times Megatron's speed, same losses\n"
+        f"    over {_name(link)}\n"
+        f"    an iteration (median, without the first {WARMUP}): Megatron {stock['median_ms']:.0f} ms, "
+        f"AMPipe {ampipe['median_ms']:.0f} ms\n"
+        f"    losses: {first_loss:.4f} to {last_loss:.4f}, largest relative difference "
+        f"{summary['max_loss_diff']:.1e}\n"
+        f"    communication that ran during computation: {summary['hidden_share']:.0%}\n"
+        "    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap.\n"
+    )
 
 
 def _name(link: Link) -> str:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ampipe.files.outputs import ReportView
 from megatron_ampipe.tools import pictures
-from megatron_ampipe.tools.measuring.result import Record, variant_text, where_text
+from megatron_ampipe.tools.measuring.result import variant_text, where_text
 from megatron_ampipe.tools.pictures import FAINT, GRID, INK, PALETTE, PAPER
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Panel:
         over_degrees: Whether the horizontal axis shows degrees.
     """
 
-    document: Record
-    cases: Sequence[Record]
+    document: ReportView
+    cases: Sequence[ReportView]
     over_degrees: bool
 
     @property
@@ -58,7 +59,7 @@ class Panel:
         return highest
 
 
-def draw(documents: Sequence[Record], *, target: Path) -> None:
+def draw(documents: Sequence[ReportView], *, target: Path) -> None:
     """Draw one picture of results, and write it in the format of the target's suffix.
 
     Args:
@@ -72,7 +73,7 @@ def draw(documents: Sequence[Record], *, target: Path) -> None:
         pictures.write(_figure([panel for each in documents for panel in panels_of(each)]), target)
 
 
-def panels_of(document: Record) -> list[Panel]:
+def panels_of(document: ReportView) -> list[Panel]:
     """The panels of a result."""
     cases = [case for case in document["cases"] if case["rows"]]
     if any(len(cuts_of(rows)) > 1 for case in cases for rows in by_variant(case["rows"]).values()):
@@ -80,20 +81,20 @@ def panels_of(document: Record) -> list[Panel]:
     return [Panel(document, cases, over_degrees=False)] if cases else []
 
 
-def by_variant(rows: Sequence[Record]) -> dict[str, list[Record]]:
+def by_variant(rows: Sequence[ReportView]) -> dict[str, list[ReportView]]:
     """The rows of each variant, which differ in their degrees."""
-    found: dict[str, list[Record]] = {}
+    found: dict[str, list[ReportView]] = {}
     for row in rows:
         found.setdefault(variant_text(row), []).append(row)
     return found
 
 
-def cuts_of(rows: Sequence[Record]) -> list[str]:
+def cuts_of(rows: Sequence[ReportView]) -> list[str]:
     """The degrees of rows as text, in ascending order."""
     return [_text_of(*degrees) for degrees in sorted({_degrees_of(row) for row in rows})]
 
 
-def _degrees_of(row: Record) -> tuple[int, int]:
+def _degrees_of(row: ReportView) -> tuple[int, int]:
     return row["degree"], row.get("backward_degree") or row["degree"]
 
 
@@ -169,7 +170,7 @@ def _prepare(axes: Axes, panel: Panel) -> None:
     axes.yaxis.set_major_formatter("{x:g}x")
 
 
-def _draw_lines(axes: Axes, case: Record, numbers: Mapping[str, int]) -> None:
+def _draw_lines(axes: Axes, case: ReportView, numbers: Mapping[str, int]) -> None:
     """A line for each variant, over degrees."""
     cuts = cuts_of(case["rows"])
     series = by_variant(case["rows"])
@@ -233,13 +234,13 @@ def _draw_bars(axes: Axes, panel: Panel, numbers: Mapping[str, int]) -> None:
     axes.set_xlabel(f"case, at degree {' or '.join(degrees)}", fontsize=9.5)
 
 
-def _draw_control(axes: Axes, case: Record, left: float, right: float) -> None:
+def _draw_control(axes: Axes, case: ReportView, left: float, right: float) -> None:
     if "control" in case:
         spread = 1 + case["control"]["spread"]
         axes.fill_between([left, right], 1 / spread, spread, color=_BAND, alpha=0.6, linewidth=0, zorder=2.3)
 
 
-def _say(axes: Axes, at: float, row: Record) -> None:
+def _say(axes: Axes, at: float, row: ReportView) -> None:
     """The speedup in digits, above its whisker."""
     axes.annotate(
         f"{row['speedup']:.2f}",
@@ -252,7 +253,7 @@ def _say(axes: Axes, at: float, row: Record) -> None:
     )
 
 
-def _whiskers(rows: Sequence[Record]) -> list[list[float]]:
+def _whiskers(rows: Sequence[ReportView]) -> list[list[float]]:
     """Distances from the median down to the 10th and up to the 90th percentile."""
     down = [max(0.0, row["speedup"] - row["speedup_p10"]) for row in rows]
     up = [max(0.0, row["speedup_p90"] - row["speedup"]) for row in rows]

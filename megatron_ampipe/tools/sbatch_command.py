@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import jinja2
-
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, find_config, load, matching
 from megatron_ampipe.files.outputs import ReportView
 from megatron_ampipe.launch.config_files import CONFIG_FLAG, groups_of
+from megatron_ampipe.tools import packages
 
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, if neither the command nor a file of the run gives them."""
@@ -67,7 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.fromfile_prefix_chars = "@"
     parser.convert_arg_line_to_args = partial(shlex.split, comments=True)  # type: ignore[method-assign]
     add = adder(parser)
-    word, again = matching(_WORD, "gpu"), {"action": "append", "default": []}
+    _add_training(add)
+    _add_resources(add)
+    _add_environment(add)
+    add("--output", "FILE", "write the script there", type=Path)
+    add("--submit", None, "submit it", action="store_true")
+
+
+def _add_training(add: Callable[..., None]) -> None:
+    """What is trained, and where it is saved."""
     add("--model", "NAME|FILE", "the model: a YAML file or a name in configs/models")
     add("--run", "NAME|FILE", "batch, learning rate, data", dest="run_file")
     add("flags", "-- FLAGS", "flags of Megatron and AMPipe for the training run", nargs="*")
@@ -77,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--folder", "DIR", folder, type=matching(_FOLDER, "runs/first"))
     add("--no-check", None, "do not check the flags with Megatron", action="store_true")
+
+
+def _add_resources(add: Callable[..., None]) -> None:
+    """What is asked of SLURM."""
+    word = matching(_WORD, "gpu")
     add("--nodes", "N", "number of nodes", type=at_least(1), required=True)
     add("--cluster", "NAME|FILE", "says how many GPUs a node has; a name in configs/clusters")
     add("--gpus-per-node", "N", "if no cluster file gives it", type=at_least(1))
@@ -88,23 +100,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a further line for #SBATCH, as in --sbatch-option=--qos=high; can be repeated. All memory of a node "
         "is asked for, unless one begins with --mem"
     )
-    example = "--sbatch-option=--qos=high"
-    add("--sbatch-option", "=--X=Y", option, type=matching(f"--{_WORD}", example), **again)
-    setup = (
-        "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can be "
-        "repeated"
-    )
-    add("--setup", "LINE", setup, type=_setup_line, **again)
-    add("--container", "IMAGE", "run in this image, by pyxis: registry#image:tag, or a file /... or ./...")
-    mount = "mount this besides the folders of the submission and of the job; can be repeated"
-    add("--mount", "FROM:TO", mount, type=matching(_WORD, "/data:/data:ro"), **again)
+    line = matching(f"--{_WORD}", "--sbatch-option=--qos=high")
+    add("--sbatch-option", "=--X=Y", option, type=line, action="append", default=[])
     saving = "how many seconds before the job's end it is asked to save"
     add("--save-before-end", "S", saving, type=at_least(30), default=300)
     add("--max-restarts", "N", "how often the job may go back to the queue", type=at_least(0), default=20)
     name = "(default: the model's name)"
     add("--job-name", "NAME", name, type=matching(r"\w[\w.,:=+@-]*", "moe-1"))
-    add("--output", "FILE", "write the script there", type=Path)
-    add("--submit", None, "submit it", action="store_true")
+
+
+def _add_environment(add: Callable[..., None]) -> None:
+    """What each node needs."""
+    setup = (
+        "a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate'; can be "
+        "repeated"
+    )
+    add("--setup", "LINE", setup, type=_setup_line, action="append", default=[])
+    add("--container", "IMAGE", "run in this image, by pyxis: registry#image:tag, or a file /... or ./...")
+    mount = "mount this besides the folders of the submission and of the job; can be repeated"
+    path = matching(_WORD, "/data:/data:ro")
+    add("--mount", "FROM:TO", mount, type=path, action="append", default=[])
 
 
 def _setup_line(text: str) -> str:
@@ -124,6 +139,7 @@ def _setup_line(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the script, and write and submit it on request."""
+    packages.require("jinja2")
     if arguments.output is not None:
         outputs.check(arguments.output, flag="--output")
     script = _render(arguments)
@@ -162,6 +178,8 @@ def _render(arguments: argparse.Namespace) -> str:
     arguments.job_name = arguments.job_name or stem or "ampipe"
     if not arguments.no_check:
         _check_training(arguments, training)
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import pictures
@@ -65,21 +65,36 @@ def layers_of(timeline: Timeline) -> str:
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """One direction of all ranks.
+
+    Attributes:
+        direction: ``forward`` or ``backward``.
+        parts: The spans of each rank, from the begin of its first one on.
+        length_ms: The length of the axis.
+    """
+
+    direction: str
+    parts: tuple[list[StageSpan], ...]
+    length_ms: float
+
+    @property
+    def spans(self) -> list[StageSpan]:
+        return [span for part in self.parts for span in part]
+
+
 def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    panels = [(name, [_from_zero(timeline, name) for timeline in timelines]) for name in DIRECTIONS]
-    panels = [(direction, parts) for direction, parts in panels if any(parts)]
-    # A panel needs an axis even if all its stages took no time.
-    lengths_ms = [max(1e-6, *(span.end_us / 1e3 for part in parts for span in part)) for _, parts in panels]
-    spans = [span for _, parts in panels for part in parts for span in part]
-    lanes = [
-        sorted({span.lane for span in timeline.spans}, key=lambda lane: (lane != COMPUTE, lane))
-        for timeline in timelines
-    ]
+    panels = _panels(timelines)
+    lengths_ms = [panel.length_ms for panel in panels]
+    spans = [span for panel in panels for span in panel.spans]
+    layers = sorted({span.layer for span in spans})
+    lanes = [_lanes_of(timeline) for timeline in timelines]
+    heights = [len(lanes_of_rank) for lanes_of_rank in lanes]
+    height_in = _ROW_IN * sum(heights) + 0.25 * len(timelines) + 1.6
     in_per_ms = (_WIDTH_IN - _MARGINS_IN) / sum(lengths_ms)
-    height_in = _ROW_IN * sum(map(len, lanes)) + 0.25 * len(timelines) + 1.6
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained", facecolor=PAPER)
     grid = figure.subplots(
         len(timelines),
@@ -87,43 +102,75 @@ def _figure(timelines: Sequence[Timeline], *, title: str) -> Figure:
         sharex="col",
         squeeze=False,
         width_ratios=lengths_ms,
-        height_ratios=list(map(len, lanes)),
+        height_ratios=heights,
     )
-    layers = sorted({span.layer for span in spans})
-    for column, (direction, parts) in enumerate(panels):
+    for column, panel in enumerate(panels):
         for row, timeline in enumerate(timelines):
             axes = grid[row][column]
-            _draw_bars(axes, parts[row], lanes[row], in_per_ms=in_per_ms, layers=layers)
-            stripe = _PREDICTED_STRIPE if timeline.is_predicted else _STRIPE
-            for lane in range(len(lanes[row])):
-                axes.axhspan(lane - 0.48, lane + 0.48, color=stripe, linewidth=0, zorder=0)
-            axes.set_yticks(range(len(lanes[row])), lanes[row] if column == 0 else [], fontsize=8.5)
-            axes.tick_params(length=0, labelsize=8)
-            axes.spines[:].set_visible(False)
-            axes.grid(axis="x", color=GRID, linewidth=0.6, zorder=0.5)
+            _draw_bars(axes, panel.parts[row], lanes[row], in_per_ms=in_per_ms, layers=layers)
+            _draw_rows(axes, len(lanes[row]), is_predicted=timeline.is_predicted)
+            axes.set_yticks(range(len(lanes[row])), lanes[row] if column == 0 else [])
             if column == 0:
                 axes.set_ylabel(_name_of(timeline), rotation=0, ha="right", va="center", fontsize=8.5)
-        grid[0][column].set_xlim(0, lengths_ms[column])
-        ticks = MaxNLocator(nbins=max(1, int(lengths_ms[column] * in_per_ms / 0.8)), steps=[1, 2, 2.5, 5, 10])
-        grid[0][column].xaxis.set_major_locator(ticks)
-        grid[0][column].set_title(f"{direction}  {lengths_ms[column]:.3g} ms", loc="left", fontsize=9)
+        _draw_time_axis(grid[0][column], panel, in_per_ms=in_per_ms)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    kinds = "   ".join(f"{_letter(kind)} {kind}" for kind in sorted({span.kind for span in spans}))
     # In the widest panel: in another panel a long label would move the panels apart.
     widest = grid[-1][lengths_ms.index(max(lengths_ms))]
     widest.set_xlabel("ms after the first stage of each rank", loc="left", fontsize=8, color=FAINT)
+    _add_legend(figure, spans, layers)
+    return figure
+
+
+def _panels(timelines: Sequence[Timeline]) -> list[_Panel]:
+    """A panel for each direction that has stages."""
+    panels = []
+    for direction in DIRECTIONS:
+        parts = tuple(_from_zero(timeline, direction) for timeline in timelines)
+        if any(parts):
+            ends_ms = [span.end_us / 1e3 for part in parts for span in part]
+            # A panel needs an axis even if all its stages took no time.
+            panels.append(_Panel(direction, parts, length_ms=max(1e-6, *ends_ms)))
+    return panels
+
+
+def _lanes_of(timeline: Timeline) -> list[str]:
+    """The lanes from the top."""
+    return sorted({span.lane for span in timeline.spans}, key=lambda lane: (lane != COMPUTE, lane))
+
+
+def _draw_rows(axes: Axes, num_lanes: int, *, is_predicted: bool) -> None:
+    """Draw what is behind the bars."""
+    stripe = _PREDICTED_STRIPE if is_predicted else _STRIPE
+    for row in range(num_lanes):
+        axes.axhspan(row - 0.48, row + 0.48, color=stripe, linewidth=0, zorder=0)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    axes.grid(axis="x", color=GRID, linewidth=0.6, zorder=0.5)
+
+
+def _draw_time_axis(axes: Axes, panel: _Panel, *, in_per_ms: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(0, panel.length_ms)
+    most_ticks = max(1, int(panel.length_ms * in_per_ms / 0.8))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=most_ticks, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_title(f"{panel.direction}  {panel.length_ms:.3g} ms", loc="left", fontsize=9)
+
+
+def _add_legend(figure: Figure, spans: Sequence[StageSpan], layers: Sequence[int]) -> None:
+    """The colours, and above them the letters of narrow bars."""
+    kinds = sorted({span.kind for span in spans})
     handles = _legend(spans, layers)
-    letters = figure.legend(
+    legend = figure.legend(
         handles=handles,
         loc="outside lower center",
         ncols=min(10, len(handles)),
         frameon=False,
         fontsize=8.5,
-        title=kinds,
+        title="   ".join(f"{_letter(kind)} {kind}" for kind in kinds),
         title_fontsize=8,
     )
-    letters.get_title().set_color(FAINT)
-    return figure
+    legend.get_title().set_color(FAINT)
 
 
 def _from_zero(timeline: Timeline, direction: str) -> list[StageSpan]:
@@ -159,10 +206,12 @@ def _draw_bars(
                 label.set(ha="center", va="center_baseline", fontsize=_LABEL_PT, clip_on=True, zorder=4)
                 break
     for (top, height, colour, hatched), pieces in bars.items():
-        style: dict[str, Any] = {"hatch": _HATCH, "edgecolor": PAPER} if hatched else {}
-        axes.broken_barh(
-            pieces, (top, height), facecolor=colour, linewidth=0, zorder=2 + (height < _BAR), **style
+        is_strip = height < _BAR
+        drawn = axes.broken_barh(
+            pieces, (top, height), facecolor=colour, linewidth=0, zorder=3 if is_strip else 2
         )
+        if hatched:
+            drawn.set(hatch=_HATCH, edgecolor=PAPER)
 
 
 def _name_of(timeline: Timeline) -> str:

@@ -165,7 +165,7 @@ _BENCHES = (
 _PARTNERS_CASE = ("mixtral", "mixtral-4k")
 _PARTNERS_START_S, _PARTNERS_KIND_S = 40.0, 6.0
 """Of the step that times several layers: before any kind of step, and for each of them. On an H200 32 and 4.5
-(docs/measured/gpu-check-h200.json)."""
+(docs/measured/results/gpu-check-h200.json)."""
 _PROFILE_S, _ATTENTION_S, _TRAINING_S, _QUEUES_S = 45.0, 40.0, 150.0, 170.0
 _CASES_S = {2: 150.0, 4: 120.0}
 """Seconds for all cases of so many ranks."""
@@ -337,7 +337,7 @@ def _bench(bench: Bench, scratch: Path) -> Step:
     words = (
         *(sys.executable, "-m", "megatron_ampipe.cli", "bench"),
         *("--grid", bench.grid, "--cases", bench.cases, "--link", bench.link, "--ranks", str(bench.ranks)),
-        *("--pretend-peers", "--degrees", DEGREES, "--repeats", "5", "--warmup", "1", "--json", str(file)),
+        *("--emulate-peers", "--degrees", DEGREES, "--repeats", "5", "--warmup", "1", "--json", str(file)),
     )
     name = f"bench {bench.grid}, {bench.link}"
     shows = f"one layer ({bench.cases.replace(',', ', ')}): the [results](#results)"

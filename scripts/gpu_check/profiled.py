@@ -1,7 +1,7 @@
 """The step that profiles one block on the GPU: overlap, host synchronisation, host time per stage, memory.
 
 A separate process: ``python -m gpu_check.profiled``. The block, its weights and the
-emulated link are those of ``ampipe bench``; ranks are pretended. Started by :mod:`.steps`.
+emulated link are those of ``ampipe bench``; peers are emulated. Started by :mod:`.steps`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _job(case: Case, link: str, device: Any) -> BenchJob:
         variants=((Variant(STOCK), *(Variant.of("ampipe", degree) for degree in (2, DEGREE, 8))),),
         link=parse_link(link),
         num_ranks=min(_RANKS, case.experts),
-        pretended=True,
+        emulates_peers=True,
         device=device,
         repeats=1,
         warmup=_WARMUP,

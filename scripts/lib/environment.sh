@@ -196,7 +196,7 @@ install_package() {
     # needed after an interrupted installation.
     if ! TMPDIR=$cache/tmp PYTHONDONTWRITEBYTECODE=1 "$python" -m pip install --no-input \
         --disable-pip-version-check --progress-bar off --cache-dir "$cache/pip" \
-        -c "$constraints" -e '.[test]' 2>&1 | show_progress; then
+        -c "$constraints" -e '.[test,tools]' 2>&1 | show_progress; then
         explain_pip
     fi
     say "checking that torch and Megatron can be imported"

@@ -71,7 +71,7 @@ def check_document(document: dict[str, Any], *, link: str, rows: list[tuple[str,
 def test_layers_block_by_block_and_together(tmp_path: Path) -> None:
     """Over a real network."""
     link = "10mbit"
-    cluster = str(REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml")
+    cluster = str(REPOSITORY / "docs" / "measured" / "results" / "profile-100mbit.yaml")
     words = ["--layers", "3", "--degrees", "1,3", "--schedules", "sequential,ampipe", "--repeats", "2"]
     document, shown = bench(tmp_path, *words, "--link", link, "--predict", cluster)
     assert "3 layers" in shown and "emulated" not in shown
@@ -121,10 +121,10 @@ def test_two_classes_of_links(tmp_path: Path) -> None:
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
     link = "emulated:1gbit:10ms:nccl4:skew50ms"
     words = ["--link", link, "--degrees", "1,2", "--schedules", "ampipe", "--repeats", "2"]
-    document, shown = bench(tmp_path, *words, "--pretend-peers")
+    document, shown = bench(tmp_path, *words, "--emulate-peers")
     check_document(document, link=link, rows=[("ampipe", 1, 1), ("ampipe", 2, 1)])
     assert document["emulated"] is document["pretended"] is document["cases"][0]["emulated"] is True
-    assert f"{link} (emulated) · 2 ranks, all but one pretended" in shown
+    assert f"{link} (emulated) · 2 ranks, all but one emulated" in shown
     for case in document["cases"]:
         again, chunked = case["rows"]
         # Dispatch of tokens and probabilities, combine, and the same in backward: at least six latencies. And

@@ -35,7 +35,7 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pretended_ranks() -> Iterator[None]:
+def emulated_peers() -> Iterator[None]:
     """Rank 0 of several, on the device."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False

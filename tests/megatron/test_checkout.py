@@ -120,7 +120,10 @@ def test_a_prediction_is_compared_with_a_run_as_the_page_says(folder: Path, ampi
     commands = [line for line in lines if line.startswith(("ampipe plan ", "ampipe draw "))]
     plan, draw = (shlex.split(command)[1:] for command in commands)
     assert "traces/resolved.yaml" in plan and "traces/" in draw
-    traces, measured = folder / "trace-0.19-degree4", REPOSITORY / "docs/measured/profile-200mbit.yaml"
+    traces, measured = (
+        folder / "trace-0.19-degree4",
+        REPOSITORY / "docs/measured/results/profile-200mbit.yaml",
+    )
     places = {
         "traces/resolved.yaml": traces / "resolved.yaml",
         "cluster.yaml": measured,

@@ -14,13 +14,13 @@ import pytest
 import megatron_ampipe
 from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.files.inputs import config_names
+from megatron_ampipe.files.outputs import ReportView
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import machine, network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import Link, parse_link
-from megatron_ampipe.tools.measuring.result import Record
 from megatron_ampipe.tools.measuring.training import Curve, TrainingJob
 from tests.conftest import Command
 from tests.forked import REPOSITORY
@@ -117,7 +117,7 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--stack 3", "--stack 3 is above the number of layers"),
         ("--wire fp8 --end-to-end", "--wire fp8 changes the losses"),
         ("--exchange nodes", "--exchange nodes saves nothing in case top1"),
-        ("--pretend-peers", "--pretend-peers with --link none"),
+        ("--emulate-peers", "--emulate-peers with --link none"),
         (
             "--link inter=1gbit,intra=2gbit",
             "--link inter=1gbit,intra=2gbit needs to know the ranks of a node",
@@ -127,10 +127,10 @@ def test_a_slow_network_needs_root_and_iproute2(
             "--ranks-per-node 2 does not divide 2 ranks into several nodes; use --ranks 4",
         ),
         ("--ranks 4 --ranks-per-node 3", "--ranks-per-node 3 does not divide 4 ranks into several nodes"),
-        ("--ranks 4 --ranks-per-node 2 --link emulated:1gbit --pretend-peers", "with pretended ranks"),
+        ("--ranks 4 --ranks-per-node 2 --link emulated:1gbit --emulate-peers", "with emulated peers"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3 is for trainings; add --end-to-end"),
-        ("--end-to-end --link emulated:1gbit --pretend-peers", "--pretend-peers: a training needs"),
+        ("--end-to-end --link emulated:1gbit --emulate-peers", "--emulate-peers: a training needs"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
@@ -229,7 +229,7 @@ def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:
 
 # The document
 
-MEASURED = REPOSITORY / "docs" / "measured"
+MEASURED = REPOSITORY / "docs" / "measured" / "results"
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -238,12 +238,12 @@ def stored(name: str) -> dict[str, Any]:
     return document
 
 
-def reports(case: Record) -> list[dict[str, Any]]:
+def reports(case: ReportView) -> list[dict[str, Any]]:
     """What two ranks may have reported for a case: the second one had shorter backward passes."""
     stock = {key.removeprefix("stock_"): value for key, value in case.items() if key.startswith("stock_")}
     rows = [{"difference_from_stock": 0.0} | stock, case["control"], *case["rows"]]
 
-    def of(rank: int, row: Record) -> dict[str, Any]:
+    def of(rank: int, row: ReportView) -> dict[str, Any]:
         wall_s, sent = [ms / 1e3 for ms in row["samples_ms_by_rank"][rank]], row["wire_bytes"]
         return {
             "wall_s": wall_s,
@@ -347,7 +347,7 @@ def test_results_of_earlier_versions_are_shown(name: str, ampipe: Command) -> No
 
 
 def test_rows_are_predicted_with_exchange_and_stack() -> None:
-    cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
+    cluster = read_cluster(find_cluster("docs/measured/results/profile-100mbit.yaml"))
 
     def predicted(rows: list[dict[str, Any]], *, layers: int = 1, **block: Any) -> list[float]:
         found = stored("cpu-small-200mbit-top1-night-1") | {"layers": layers}

@@ -29,7 +29,7 @@ PAGE_IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 COMMANDS = (
     *(f"./scripts/{name}.sh" for name in ("quickstart", "test", "gpu_check")),
-    "pip install -e .",
+    "pip install -e '.[tools]'",
     "python -m build --no-isolation",
     *(f"ampipe {tool}" for tool in TOOLS),
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor",
@@ -257,15 +257,25 @@ def test_a_raw_file_without_a_page_and_a_page_without_its_block_are_found(figure
         figures.with_blocks("README.md", f"{readme}<!-- begin: {figures.COMMAND} (others) -->", documents)
 
 
+def test_raw_files_are_in_one_folder_and_the_index_has_all_of_them() -> None:
+    results = ROOT / "docs/measured/results"
+    assert {path.parent for path in (ROOT / "docs").rglob("*.json")} == {results}
+    index = (ROOT / "docs/results.md").read_text()
+    by_page, by_file = index.split("\n## By file\n")
+    for path in results.glob("*.json"):
+        link = f"[{path.stem}](measured/results/{path.name})"
+        assert link in by_page.split("\n## Commits")[0] and f"\n| {link} |" in by_file, path.name
+
+
 def test_every_measured_profile_is_used() -> None:
     users = [
         path.read_text()
-        for pattern in ("docs/measured/*.json", "docs/measured/*.py", "tests/**/*.py")
+        for pattern in ("docs/measured/results/*.json", "docs/measured/*.py", "tests/**/*.py")
         for path in ROOT.glob(pattern)
     ]
     # The script of predicted reductions reads one for each of its links.
     generic = {"profile-100mbit", "profile-200mbit"}
-    for profile in (ROOT / "docs/measured").glob("*.yaml"):
+    for profile in (ROOT / "docs/measured/results").glob("*.yaml"):
         assert profile.stem in generic or any(profile.name in text for text in users), profile.name
 
 

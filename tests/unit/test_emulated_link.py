@@ -173,7 +173,7 @@ def _exchange(rows: int) -> None:
     ],
 )
 def test_links_of_both_kinds_take_as_long(text: str, transfer_s: float, hours: Hours, on_host: None) -> None:
-    emulation.install(parse_link(text), on_cuda=False, pretended=True)
+    emulation.install(parse_link(text), on_cuda=False, emulates_peers=True)
     _exchange(1000)
     assert hours.now_s == pytest.approx(100 + transfer_s)
 
@@ -184,7 +184,7 @@ def test_a_device_moves_tokens_and_probabilities_in_two_launches(
     kernel = Launches()
     monkeypatch.setattr(emulation, "device_spin", lambda: (lambda seconds: None, None))
     monkeypatch.setattr(emulation, "device_mover", lambda blocks: moving.launcher(kernel, blocks))
-    emulation.install(NCCL, on_cuda=True, pretended=True)
+    emulation.install(NCCL, on_cuda=True, emulates_peers=True)
     handles = [
         dist.all_to_all_single(torch.empty_like(part), part, group=Alone(), async_op=True)
         for part in (torch.zeros(1024, 256), torch.zeros(1024))
@@ -198,7 +198,7 @@ def test_a_device_moves_tokens_and_probabilities_in_two_launches(
     assert vectors == [1024 * 256 * 4 / (16 * 16), 1024 * 4 / (16 * 16)]
 
 
-def _late(pretended: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def _late(emulates_peers: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The exchange of counts over a link whose other ranks are 2 s late."""
 
     class Done:
@@ -206,18 +206,20 @@ def _late(pretended: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
             return True
 
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: Done())
-    installed = emulation.install(parse_link("emulated:1gbit:skew2s"), on_cuda=False, pretended=pretended)
+    installed = emulation.install(
+        parse_link("emulated:1gbit:skew2s"), on_cuda=False, emulates_peers=emulates_peers
+    )
     installed.num_experts = 4
     gather: Callable[..., Any] = dist.all_gather_into_tensor
     return gather
 
 
-@pytest.mark.parametrize("pretended", [True, False])
+@pytest.mark.parametrize("emulates_peers", [True, False])
 def test_counts_of_late_ranks_arrive_late(
-    pretended: bool, hours: Hours, on_host: None, monkeypatch: pytest.MonkeyPatch
+    emulates_peers: bool, hours: Hours, on_host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the rank that waits at once, and for one that goes on until it waits."""
-    gather = _late(pretended, monkeypatch)
+    gather = _late(emulates_peers, monkeypatch)
     counts = torch.arange(4)
     gather(torch.empty(8, dtype=counts.dtype), counts, group=Alone())
     assert hours.now_s == 102
@@ -227,6 +229,6 @@ def test_counts_of_late_ranks_arrive_late(
     handle.wait()
     assert hours.now_s == 104
     # Weights are gathered as before, and all-to-alls wait for their bytes alone.
-    if not pretended:
+    if not emulates_peers:
         gather(torch.empty(8), torch.zeros(4), group=Alone())
     assert hours.now_s == 104

@@ -87,7 +87,7 @@ def test_waits_of_the_host_are_counted_in_the_pass_only() -> None:
 STORED = {
     step["name"]: Done(**step)
     for name in ("gpu-check-h200", "gpu-check-te-h200")
-    for step in json.loads((planning.REPOSITORY / f"docs/measured/{name}.json").read_text())["steps"]
+    for step in json.loads((planning.REPOSITORY / f"docs/measured/results/{name}.json").read_text())["steps"]
 }
 """By name, the steps of two checks of an H200."""
 

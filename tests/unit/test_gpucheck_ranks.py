@@ -138,7 +138,7 @@ def test_tables_of_ranks_are_made_of_what_was_stored() -> None:
         {"kind": kind, "found": "".join(json.dumps(line) + "\n" for line in lines) + '{"cut'}
         for kind, lines in (("ranks", [head, *cases]), ("queues", [queue]), ("tests", []))
     ]}}  # fmt: skip
-    link = "[gpu-check-9](measured/gpu-check-9.json)"
+    link = "[gpu-check-9](measured/results/gpu-check-9.json)"
     assert gpu_checks.ranks_table(documents).splitlines()[2:] == [
         f"| {link} | 2 | NCCL 2.28 | experts (EP2) | 1 of 2 | hung |",
         "|  | 2 | NCCL 2.28 | CP2 | 0 of 1 |  |",

@@ -55,7 +55,7 @@ def test_every_row_is_where_another_plan_begins(predictor: Predictor, with_partn
 def test_all_times_of_the_host_are_longer() -> None:
     host = with_host_times(read_cluster(find_cluster("dgx-h100")), 3.0).host
     assert (host.issue.forward_us, host.issue.backward_us) == (270.0, 360.0)
-    profiled = Path(__file__).resolve().parents[2] / "docs" / "measured" / "profile-100mbit.yaml"
+    profiled = Path(__file__).resolve().parents[2] / "docs" / "measured" / "results" / "profile-100mbit.yaml"
     assert read_cluster(profiled).host.issue.forward_us == 0.0, "a CPU issues nothing"
 
 

@@ -110,9 +110,9 @@ def test_every_command_measures_what_its_table_shows(papers: ModuleType) -> None
             assert re.fullmatch(part.files, name), part.title
             assert papers.used_by(name), part.title
             text = papers.text_of(part, {name: run_of(part.command)})
-            assert "nmeasured" not in text and f"(measured/{name}.json)" in text
+            assert "nmeasured" not in text and f"(measured/results/{name}.json)" in text
             # The first column names the file.
-            assert f"\n| [{name}](measured/{name}.json) |" in text, part.title
+            assert f"\n| [{name}](measured/results/{name}.json) |" in text, part.title
 
 
 def test_the_page_says_of_every_prediction_that_it_is_one(

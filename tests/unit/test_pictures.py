@@ -18,12 +18,12 @@ from tests.conftest import Command
 from tests.forked import REPOSITORY
 from tests.unit.test_routing import RECORD, eight_experts, written
 
-MEASURED = REPOSITORY / "docs" / "measured"
+MEASURED = REPOSITORY / "docs" / "measured" / "results"
 OVER_DEGREES, BARS, TRAINING = (
     MEASURED / f"{name}.json"
     for name in ("cpu-small-200mbit", "nodes-50mbit-400mbit", "layers-training-200mbit")
 )
-ON_GPU = REPOSITORY / "docs" / "measured" / "deepseek-te-h200.json"
+ON_GPU = MEASURED / "deepseek-te-h200.json"
 BEGINS = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 
@@ -71,7 +71,7 @@ def test_the_suffix_gives_the_format_and_a_picture_is_the_same_each_time(
             "all-to-all on a CPU: compare variants, not with 1.",
         ),
         (TRAINING, "link 200mbit · 2 ranks · 4 layers · whole training|ampipe, stack 4"),
-        (ON_GPU, "link emulated:20GB/s · 8 ranks, all but one pretended|NVIDIA H200|joined"),
+        (ON_GPU, "link emulated:20GB/s · 8 ranks, all but one emulated|NVIDIA H200|joined"),
     ],
     ids=["degrees", "bars", "training", "gpu"],
 )

@@ -1,4 +1,4 @@
-"""The planner compared with measurements: results of ``ampipe bench`` that docs/measured holds.
+"""The planner compared with measurements: results of ``ampipe bench`` that docs/measured/results holds.
 
 From the stored times of stages the simulator predicts the time of a pass, from the stored sizes of a block
 the memory model its peak. Nothing is copied by hand: every result counts that has such rows.
@@ -16,7 +16,7 @@ from megatron_ampipe.schedule import SCHEDULE_NAMES, Direction, stage_from_text
 from megatron_ampipe.tools.measuring.prediction import block_of, pipeline_of, predict_peaks
 from tests.plan_cases import NONE
 
-MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured" / "results"
 FITTED_LINK, CHECKED_LINK = "100mbit", "200mbit"
 """How much concurrent lanes slow each other is fitted to the results over one link (least mean error), and
 checked with those over another, which no figure of the model has seen."""

@@ -200,7 +200,7 @@ def test_weight_gradients_are_joined_where_sums_cost_more(
 
 def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much() -> None:
     """Measured without a link: chunks cost more than they hide."""
-    measured = read_cluster(Path("docs/measured/profile-none.yaml"))
+    measured = read_cluster(Path("docs/measured/results/profile-none.yaml"))
     short = block_of_case(grid_case(hidden=256, ffn=1024), num_ranks=2, fused_gradients=True)
     plan = make_plan(Predictor(short, measured), full=False)
     assert (plan.schedule.name, plan.schedule.num_chunks, plan.helps) == ("lancet", 1, True)
@@ -287,7 +287,7 @@ def test_no_lengths_and_no_order_beat_the_bound(block: Block, device: bool, num_
     source = cluster("h100-ethernet-100g")
     if not device:
         # Measured, with a table of times that are not linear in the size.
-        source = read_cluster(Path("docs/measured/profile-100mbit.yaml"))
+        source = read_cluster(Path("docs/measured/results/profile-100mbit.yaml"))
         block = dataclasses.replace(block, dtype="fp32", expert=2, tensor=1, context=1, expert_tensor=1)
     predictor = Predictor(block, source, num_layers=num_layers)
     for start in candidates(predictor, (2, 3, 4)):

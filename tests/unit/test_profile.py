@@ -141,15 +141,19 @@ def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: P
     reports = [report_of_truth(), report_of_truth()]
     for report, us in zip(reports, (50.0, 60.0), strict=True):
         report["issue_of"] = {way.value: {"qkv": us, "expert": 4 * us} for way in Direction}
+        # A backward pass has no counts.
+        report["issue_of"]["forward"]["counts"] = us / 2
     # Only one of the ranks did not wait for its device in this one.
     reports[1]["issue_of"]["forward"]["merge"] = 9.0
     cluster = assembled(reports)
     times = cluster.host.issue_of
     assert times is not None
-    assert times.keys() == {"qkv", "expert"}
+    assert times.keys() == {"qkv", "counts", "expert"}
+    assert (times["counts"].forward_us, times["counts"].backward_us) == (30.0, 0.0)
     assert (times["qkv"].forward_us, times["qkv"].backward_us) == (60.0, 60.0)
     for way in Direction:
         assert issue_us(kinds.EXPERT, way, BLOCK, cluster.host) == pytest.approx(240.0, rel=1e-4)
+    assert issue_us(kinds.COUNTS, Direction.BACKWARD, BLOCK, cluster.host) == 0.0
     write_cluster(cluster, tmp_path / "cluster.yaml", head="test")
     assert read_cluster(tmp_path / "cluster.yaml") == cluster
 

@@ -104,7 +104,7 @@ def test_first_run_installs_and_the_second_installs_nothing(checkout: Checkout) 
     after = {path for path in checkout.root.parent.rglob("*") if checkout.root not in path.parents}
     assert after - outside == {checkout.calls}, "nothing is written outside the checkout"
     assert len(checkout.installs) == 1
-    assert "-c constraints.txt -e .[test]" in checkout.installs[0]
+    assert "-c constraints.txt -e .[test,tools]" in checkout.installs[0]
     assert "[][][][/wheels]\n" in checkout.calls.read_text(), "only pip's settings of the machine are kept"
 
     second = checkout.run("-k", "two words")
@@ -232,7 +232,7 @@ def test_an_environment_made_by_hand_is_completed_or_refused_and_not_cleared(che
     assert str(python) not in result.stdout
     # The fake says that it has torch, which stays also when requirements change.
     for _ in range(2):
-        assert f"-c {checkout.root}/.venv/cache/constraints.txt -e .[test]" in checkout.installs[0]
+        assert f"-c {checkout.root}/.venv/cache/constraints.txt -e .[test,tools]" in checkout.installs[0]
         used = (checkout.root / ".venv/cache/constraints.txt").read_text()
         assert "numpy==" in used and "\ntorch==" not in used
         with (checkout.root / "constraints.txt").open("a") as file:

@@ -13,8 +13,8 @@ Engine's.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,7 +42,7 @@ from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.measuring.bench_job import Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
-from megatron_ampipe.tools.measuring.ranks import Rank
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,12 +50,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class KernelAttention(torch.nn.Module):
     """Megatron's core attention, computed by one of AMPipe's kernels on the whole sequence. No parameters."""
 
-    def __init__(self, config: TransformerConfig, *, kernel: str, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, kernel: str, **_: object) -> None:
         super().__init__()
         self._kernel = KERNELS[kernel]
         self._scale = config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, C]`` to ``[S, B, H * C]``, causal."""
         whole = (Span(0, query.shape[0], 0),)
         return self._kernel(query, key, value, spans=whole, scale=self._scale)
@@ -76,7 +77,14 @@ class Layers(torch.nn.Module):
             for number, layer in enumerate(spec.layer_specs, 1)
         )
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        """The MoE layer of each layer."""
+        found = [layer.get_submodule("mlp") for layer in self.layers]
+        assert all(isinstance(layer, MoELayer) for layer in found)
+        return found
+
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> tuple[Tensor, None]:
         """``[S, B, D]`` through all layers to the same shape; arguments as of a layer."""
         for layer in self.layers:
             hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
@@ -97,7 +105,7 @@ class BlockFactory:
         fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
     """
 
-    def __init__(self, rank: Rank[Any], case: Case, *, layers: int = 1) -> None:
+    def __init__[Job: RankJob](self, rank: Rank[Job], case: Case, *, layers: int = 1) -> None:
         job, self._on_cuda = rank.job, rank.job.on_cuda
         self._ranks_per_node, self._link = job.ranks_per_node, job.link
         self._config = _transformer_config(
@@ -121,14 +129,15 @@ class BlockFactory:
         # If the experts of all ranks were equal, a token at the wrong expert would not be noticed.
         torch.manual_seed(job.seed * 10_007 + rank.number)
         with torch.no_grad():
-            for layer in self.stock.layers:
-                for parameter in layer.mlp.experts.parameters():
+            for layer in self.stock.moe_layers:
+                for parameter in layer.experts.parameters():
                     parameter.normal_(std=self._config.init_method_std)
         self.fused_gradients = self._config.gradient_accumulation_fusion
         if self.fused_gradients:
             # As in training, linear layers add their weights' gradients to these.
             for parameter in self.stock.parameters():
-                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+                main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+                parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def build(
         self, variant: Variant, *, recorder: Recorder | None = None, executor: Executor | None = None
@@ -148,7 +157,7 @@ class BlockFactory:
         make_groups_of_model(self._config, context, None)
         return self._with_stock_parameters(self._build(pipelined(self._spec, context)))
 
-    def build_megatron(self, **fields: Any) -> Layers:
+    def build_megatron(self, **fields: object) -> Layers:
         """Megatron's own layers with other fields of its configuration, and the stock layers' parameters."""
         return self._with_stock_parameters(self._build(self._spec, **fields))
 
@@ -170,7 +179,7 @@ class BlockFactory:
         assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
         return layers
 
-    def _build(self, spec: TransformerBlockSubmodules, **fields: Any) -> Layers:
+    def _build(self, spec: TransformerBlockSubmodules, **fields: object) -> Layers:
         layers = Layers(spec, dataclasses.replace(self._config, **fields))
         layers.train()
         return layers.cuda() if self._on_cuda else layers
@@ -215,7 +224,14 @@ class TorchGroupedLinear(torch.nn.Module):
     """A linear layer of all local experts in one product; replaces Transformer Engine's."""
 
     def __init__(
-        self, num_experts: int, num_inputs: int, num_outputs: int, *, config: Any, init_method: Any, **_: Any
+        self,
+        num_experts: int,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        **_: object,
     ) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""The emulated link, and pretended ranks. The only module that patches torch's collectives.
+"""The emulated link, and emulated peers. The only module that patches torch's collectives.
 
 :func:`install` replaces ``torch.distributed.all_to_all_single``, which both Megatron's layer and AMPipe's
 look up at every call. So every all-to-all of both, forward and backward, takes ``latency + bytes / rate``
@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ class Emulation:
 
     Attributes:
         why_cycles: Why a GPU's link counts clock cycles, if it does.
-        num_experts: Experts of the running layer over all ranks. With pretended ranks, set it before the
+        num_experts: Experts of the running layer over all ranks. With emulated peers, set it before the
             layer runs: they must know which counts belong to their experts.
     """
 
@@ -67,15 +66,15 @@ class Emulation:
     def gather_counts(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
     ) -> _InTurn | None:
-        """Replaces ``all_gather_into_tensor``: makes the counts of every pretended rank from this rank's.
+        """Replaces ``all_gather_into_tensor``: makes the counts of every emulated peer from this rank's.
 
         ``input`` is ``[chunks * experts]``, ``output`` ``[ranks * chunks * experts]``.
         """
         ranks = _or_world(group).size()
         experts = self.num_experts
-        assert experts is not None, "num_experts has to be set for a pretended rank"
+        assert experts is not None, "num_experts has to be set for an emulated peer"
         assert input.dim() == 1 and not input.is_floating_point() and input.numel() % experts == 0, (
-            "pretended ranks can exchange counts of tokens only"
+            "emulated peers can exchange counts of tokens only"
         )
         counts = input.view(-1, experts)[:, _rotation(ranks, experts, input.device)].transpose(0, 1)
         output.view(counts.shape).copy_(counts)
@@ -89,8 +88,8 @@ def _rotation(ranks: int, experts: int, device: torch.device) -> Tensor:
     return (torch.arange(experts, device=device).unsqueeze(0) + shift.unsqueeze(1)) % experts
 
 
-def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
-    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended or late."""
+def install(link: Link, *, on_cuda: bool, emulates_peers: bool) -> Emulation:
+    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where peers are emulated or late."""
     emulation = Emulation()
     wait: Callable[[float], object] = time.sleep
     if on_cuda:
@@ -107,17 +106,18 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         input_split_sizes: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> Any:
+    ) -> _InTurn | None:
         group = _or_world(group)
-        splits = output_split_sizes, input_split_sizes
+        splits = _as_list(output_split_sizes), _as_list(input_split_sizes)
         received = _foreign_bytes(output, splits[0], group)
         sent = _foreign_bytes(input, splits[1], group)
         works: tuple[Callable[[], object], ...]
-        if pretended:
+        if emulates_peers:
             # Received rows must not be visible before the link's time is over.
             works = (lambda: occupy(sent, received), lambda: mirror(output, input, *splits, group=group))
         else:
             work = exchange(output, input, *splits, group=group, async_op=True)
+            assert work is not None, "this rank is in the group"
             works = (work.wait, lambda: occupy(sent, received))
         return _handle(works, async_op)
 
@@ -126,17 +126,19 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         input_tensor: Tensor,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> Any:
+    ) -> dist.Work | _InTurn | None:
         if input_tensor.is_floating_point():
             return gather(output_tensor, input_tensor, group=group, async_op=async_op)
         work = gather(output_tensor, input_tensor, group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
         return _handle((work.wait, emulation.delay), async_op)
 
-    dist.all_to_all_single = all_to_all_single
-    if pretended:
-        dist.all_gather_into_tensor = emulation.gather_counts
+    # A handle is no torch.distributed.Work, and has what is used of one.
+    dist.all_to_all_single = all_to_all_single  # type: ignore[assignment]
+    if emulates_peers:
+        dist.all_gather_into_tensor = emulation.gather_counts  # type: ignore[assignment]
     elif link.skew_s:
-        dist.all_gather_into_tensor = all_gather_into_tensor
+        dist.all_gather_into_tensor = all_gather_into_tensor  # type: ignore[assignment]
     return emulation
 
 
@@ -159,13 +161,13 @@ def mirror(
     *,
     group: dist.ProcessGroup,
 ) -> None:
-    """An all-to-all with pretended ranks: rows for this rank arrive, rows for another rank return negated.
+    """An all-to-all with emulated peers: rows for this rank arrive, rows for another rank return negated.
 
     Probabilities come back as they are. The function is its own adjoint, as an all-to-all is with its splits
     exchanged, so it also serves the backward pass.
     """
     assert _as_list(output_split_sizes) == _as_list(input_split_sizes), (
-        "a pretended rank sends as many rows as it is sent"
+        "an emulated peer sends as many rows as it is sent"
     )
     own = input.shape[0] // group.size() if input_split_sizes is None else input_split_sizes[0]
     if input.dim() == 1:
@@ -182,7 +184,7 @@ class _InTurn:
     def __init__(self, works: Sequence[Callable[[], object]]) -> None:
         self._works = tuple(works)
 
-    def wait(self, *_: Any) -> bool:
+    def wait(self, *_: object) -> bool:
         works, self._works = self._works, ()
         for work in works:
             work()

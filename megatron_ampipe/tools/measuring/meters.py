@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe.files.timeline import StageSpan
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.executors import Executor, RunCall, finish, run_on_host
+from megatron_ampipe.runtime.executors import Executor, RunCall, UsedMemory, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.saved_tensors import is_host_memory
-from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds, stage_from_text
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
@@ -73,7 +71,7 @@ class StageTimer:
         self._issued_us: dict[tuple[str, str], list[float]] = {}
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: CommMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
         """Every stage once, each recorded while nothing else runs."""
 
@@ -136,6 +134,8 @@ def run_lanes(
 ) -> list[StageSpan]:
     """Run exchanges and computations at the same time, each in its lane, after a barrier.
 
+    ``exchange`` returns a transfer that is to be waited for in its lane, or None if it has waited itself.
+
     Returns:
         Their spans: ``dispatch`` in the lane ``comm``, ``expert`` in ``compute``.
     """
@@ -179,6 +179,7 @@ def _spend(saved_bytes: int, ranks_per_node: int | None) -> None:
         sent, received = (torch.zeros(2 * saved_bytes, dtype=torch.uint8) for _ in range(2))
         works += [dist.isend(sent, receiver), dist.irecv(received, sender)]
     for work in works:
+        assert work is not None, "this rank is in the group"
         work.wait()
 
 
@@ -216,7 +217,8 @@ class Clock:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         torch.cuda.synchronize()
-        return self._event.elapsed_time(end) / 1e3
+        passed_ms: float = self._event.elapsed_time(end)
+        return passed_ms / 1e3
 
 
 class TensorMeter:
@@ -255,12 +257,16 @@ class Watch(TorchDispatchMode):
     """Has a meter count all tensors that operations of this thread return."""
 
     def __init__(self, meter: TensorMeter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
 
     def __torch_dispatch__(
-        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        operation: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Call the operation."""
         output = operation(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, (tuple, list)) else [output]:
@@ -279,7 +285,7 @@ class WatchedExecutor:
         self._executor, self._meter = executor, meter
 
     def execute(
-        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: CommMemory | None = None
+        self, tape: Tape, run: RunCall, recorder: Recorder, comm_memory: UsedMemory | None = None
     ) -> None:
         """Every stage once, as the other executor runs it."""
         computing = threading.get_ident()

@@ -17,7 +17,6 @@ import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -149,12 +148,13 @@ def _unusable(why: str) -> EnvironmentMissing:
     return EnvironmentMissing(f"a link with :nccl cannot be emulated: {why}. Leave :nccl out of --link.")
 
 
-def _kernel() -> Callable[..., Any]:
+def _kernel() -> Callable[..., object]:
     from torch.cuda._utils import _cuda_load_module
 
     major, minor = torch.cuda.get_device_capability()
-    kernel: Callable[..., Any] = _cuda_load_module(compiled(f"sm_{major}{minor}"), [_NAME])[_NAME]
-    return kernel
+    by_name = _cuda_load_module(compiled(f"sm_{major}{minor}"), [_NAME])
+    assert isinstance(by_name, dict), "it is one if names are given"
+    return by_name[_NAME]
 
 
 def compiled(architecture: str) -> bytes:

@@ -17,10 +17,10 @@ operations, and the medians ignore it.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +36,16 @@ from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring import timed_passes
 from megatron_ampipe.tools.measuring.bench_job import STOCK, BenchJob, Variant
 from megatron_ampipe.tools.measuring.blocks import DTYPES
-from megatron_ampipe.tools.measuring.cluster_fit import Sample
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import Clock, barrier, run_lanes
 from megatron_ampipe.tools.measuring.ranks import Rank
+from megatron_ampipe.tools.measuring.reports import (
+    BlockTimes,
+    OperationsReport,
+    PassTimes,
+    Sample,
+    VariantReport,
+)
 
 CUTS = (1, 2, 4, 8, 16)
 """Into how many parts the rows of a block are cut, to get smaller sizes."""
@@ -50,13 +56,8 @@ VARIANTS = (Variant(STOCK), *(Variant.of("ampipe", degree) for degree in DEGREES
 """The variants of the real block."""
 
 
-def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
-    """Measure the operations and the block of a job, on a rank that has started Megatron.
-
-    Returns:
-        ``samples``, ``slowdowns``, ``block`` and ``issue_of`` (:func:`block_times`), ``kernel``,
-        ``fused_gradients`` and ``device_memory_gib`` (None on a CPU).
-    """
+def measure(rank: Rank[BenchJob]) -> OperationsReport:
+    """Measure the operations and the block of a job, on a rank that has started Megatron."""
     job = rank.job
     block = timed_passes.measure(rank, job.cases[0], VARIANTS)
     operations = Operations(rank, kernel=block["kernel"])
@@ -70,41 +71,44 @@ def measure(rank: Rank[BenchJob]) -> dict[str, Any]:
         # On the links that have the longest transfers.
         "slowdowns": operations.slowdowns(links[-1][1]),
         "block": block_times(block["variants"]),
-        "issue_of": block["variants"][-1]["issued_us"],
+        "issue_of": block["variants"][-1]["issued_us"] or {},
         "kernel": block["kernel"],
         "fused_gradients": block["fused_gradients"],
         "device_memory_gib": round(memory / 2**30, 1) or None,
     }
 
 
-def block_times(variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median microseconds of a block's parts, from the measurements of :data:`VARIANTS`.
+def block_times(variants: Sequence[VariantReport]) -> BlockTimes:
+    """The times of a block's parts, from the measurements of :data:`VARIANTS`."""
 
-    Returns:
-        ``stages``: each stage alone, by degree, direction and stage; ``around``: the part of a pass outside
-        its stages, by direction; ``stock``: Megatron's layer, by direction.
-    """
-
-    def passes_us(passes: Mapping[str, Any], way: Direction) -> Any:
-        wall_us, backward_us = (1e6 * np.array(passes[part]) for part in ("wall_s", "backward_s"))
+    def passes_us(passes: PassTimes, way: Direction) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        wall_us = 1e6 * np.array(passes["wall_s"])
+        backward_us = 1e6 * np.array(passes["backward_s"])
         return backward_us if way is Direction.BACKWARD else wall_us - backward_us
 
     stock, *pipelined = variants
-    alone, stages, apart_s = (pipelined[0][part] for part in ("alone", "stages", "apart_s"))
-    inside_us = {
-        way: np.sum([*stages[way].values()], axis=0) + 1e6 * np.array(apart_s[way]) for way in Direction
-    }
-    around_us = {way: passes_us(alone, way) - inside_us[way] for way in Direction}
+    alone, stages, apart_s = pipelined[0]["alone"], pipelined[0]["stages"], pipelined[0]["apart_s"]
+    assert alone is not None and stages is not None and apart_s is not None, "it is no layer of Megatron"
+    around = {}
+    for way in Direction:
+        inside_us = np.sum([*stages[way].values()], axis=0) + 1e6 * np.array(apart_s[way])
+        around[way.value] = float(np.median(passes_us(alone, way) - inside_us))
     return {
-        "stock": {way: float(np.median(passes_us(stock, way))) for way in Direction},
+        "stock": {way.value: float(np.median(passes_us(stock, way))) for way in Direction},
         "stages": {
-            str(degree): {
-                way: {stage: statistics.median(us) for stage, us in variant["stages"][way].items()}
-                for way in Direction
-            }
+            str(degree): _medians(variant["stages"])
             for degree, variant in zip(DEGREES, pipelined, strict=True)
         },
-        "around": {way: float(np.median(around_us[way])) for way in Direction},
+        "around": around,
+    }
+
+
+def _medians(stages: Mapping[str, Mapping[str, Sequence[float]]] | None) -> dict[str, dict[str, float]]:
+    """By direction and stage, the median over passes."""
+    assert stages is not None, "it is no layer of Megatron"
+    return {
+        way.value: {stage: statistics.median(passes_us) for stage, passes_us in stages[way].items()}
+        for way in Direction
     }
 
 
@@ -160,12 +164,21 @@ def links_of(ranks_per_node: int) -> list[LinkRanks]:
     nodes = [world[first : first + ranks_per_node] for first in world[::ranks_per_node]]
     links: list[LinkRanks] = []
     if ranks_per_node > 1:
-        node = dist.new_subgroups_by_enumeration(nodes)[0]
+        node = _subgroup(nodes)
         links.append(("intra", node, node, 1))
     if len(nodes) > 1:
-        between = dist.new_subgroups_by_enumeration([world[place::ranks_per_node] for place in nodes[0]])[0]
-        links.append(("inter", between, dist.group.WORLD, ranks_per_node))
+        between = _subgroup([world[place::ranks_per_node] for place in nodes[0]])
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        links.append(("inter", between, everyone, ranks_per_node))
     return links
+
+
+def _subgroup(ranks_of_groups: list[list[int]]) -> dist.ProcessGroup:
+    """Makes these groups on all ranks; returns the one that has this rank."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 class Operations:
@@ -295,8 +308,13 @@ class Operations:
             exchange_us, product_us = (sample.us for sample in alone)
             # As many products as take about as long as the exchanges.
             products = max(1, round(EXCHANGES * exchange_us / product_us))
-            run, compute = exchange.operation, product.operation
-            spans = run_lanes(executor, run, compute, exchanges=EXCHANGES, products=products)
+            spans = run_lanes(
+                executor,
+                functools.partial(_done, exchange),
+                product.operation,
+                exchanges=EXCHANGES,
+                products=products,
+            )
             exchanged = [span for span in spans if span.lane == COMM]
             begin_us, end_us = exchanged[0].begin_us, exchanged[-1].end_us
             computed = [span for span in spans if span.lane == COMPUTE and span.begin_us <= end_us]
@@ -320,6 +338,11 @@ class Operations:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self._device, dtype=self._dtype)
+
+
+def _done(probe: Probe) -> None:
+    """Run an operation to its end."""
+    probe.operation()
 
 
 def _of_bytes(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
@@ -14,7 +13,7 @@ from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, Exchange, Pipeline, f
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
 
-def predict(document: dict[str, Any], cluster: Cluster) -> None:
+def predict(document: Report, cluster: Cluster) -> None:
     """Add predictions to a result, from a cluster that was measured on the same machine and link.
 
     Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1). Every case gets ``choice``, the
@@ -38,16 +37,20 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
         case["choice"] = {**{key: chosen.get(key) for key in keys}, "loss": loss}
 
 
-def predict_peaks(document: dict[str, Any]) -> None:
+def predict_peaks(document: Report) -> None:
     """Add predictions of ``peak_bytes`` to every row and case of a result. Needs no cluster."""
     for case in document["cases"]:
         block = block_of(case, document["ranks"])
-        options: dict[str, Any] = {"local": block.local, "gathers": True, "num_layers": case.get("layers", 1)}
-        case["stock_predicted_peak_bytes"] = round(peak_bytes(block, Pipeline.of(1), **options))
+        num_layers: int = case.get("layers", 1)
+        case["stock_predicted_peak_bytes"] = round(_peak_bytes(block, Pipeline.of(1), num_layers))
         for row in case["rows"]:
             pipeline = pipeline_of(row)
             block_of_row = replace(block, exchange=pipeline.exchange)
-            row["predicted_peak_bytes"] = round(peak_bytes(block_of_row, pipeline, **options))
+            row["predicted_peak_bytes"] = round(_peak_bytes(block_of_row, pipeline, num_layers))
+
+
+def _peak_bytes(block: Block, pipeline: Pipeline, num_layers: int) -> float:
+    return peak_bytes(block, pipeline, local=block.local, gathers=True, num_layers=num_layers)
 
 
 def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> float:
@@ -68,7 +71,7 @@ def _predicted_ms(pipeline: Pipeline, predictor: Predictor, *, layers: int) -> f
     return (stacks * predicted_us(pipeline.stack) + (predicted_us(others) if others else 0.0)) / 1e3
 
 
-def pipeline_of(row: Mapping[str, Any]) -> Pipeline:
+def pipeline_of(row: ReportView) -> Pipeline:
     """The pipeline that a row measured; older results lack some of the fields."""
     return Pipeline.of(
         row["degree"],
@@ -82,7 +85,7 @@ def pipeline_of(row: Mapping[str, Any]) -> Pipeline:
     )
 
 
-def block_of(case: Mapping[str, Any], num_ranks: int) -> Block:
+def block_of(case: ReportView, num_ranks: int) -> Block:
     """The block of a case of a result."""
     # Results of older versions have gradients that AMPipe summed.
     fused = case.get("fused_gradients", False)

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
@@ -59,7 +60,7 @@ class RankJob:
 
     Attributes:
         ranks_per_node: Consecutive ranks that are one node; None if all ranks are.
-        pretended: One process stands for all ranks; see :mod:`.emulation`.
+        emulates_peers: One process stands for all ranks; see :mod:`.emulation`.
         seed: Seed of weights and inputs.
         timeout_s: A collective fails after this time, and the run when no rank says anything for so long.
     """
@@ -68,7 +69,7 @@ class RankJob:
     link: Link
     ranks_per_node: int | None = None
     device: Literal["cpu", "cuda"] = "cpu"
-    pretended: bool = False
+    emulates_peers: bool = False
     seed: int = 1
     timeout_s: float = 300.0
 
@@ -84,7 +85,7 @@ class RankJob:
         return tuple(usable[: self.num_ranks]) if is_enough else ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Rank[Job: RankJob]:
     """A rank, as the function that runs in it sees it.
 
@@ -126,22 +127,27 @@ class Rank[Job: RankJob]:
             from megatron_ampipe.tools.measuring.emulation import install
 
             # Before Megatron is imported, which keeps references to collectives.
-            emulation = install(job.link, on_cuda=job.on_cuda, pretended=job.pretended)
+            emulation = install(job.link, on_cuda=job.on_cuda, emulates_peers=job.emulates_peers)
             if emulation.why_cycles is not None:
                 print(f"the emulated link counts clock cycles: {emulation.why_cycles}", file=sys.stderr)
-        settings: dict[str, Any] = {"rank": self.number, "world_size": job.num_ranks}
-        if job.pretended:
+        if job.emulates_peers:
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
-            dist.init_process_group("fake", store=FakeStore(), **settings)
+            dist.init_process_group("fake", store=FakeStore(), rank=self.number, world_size=job.num_ranks)
             return emulation
+        init_method = None
         if self.rendezvous is not None:
-            settings["init_method"] = f"file://{self.rendezvous}"
+            init_method = f"file://{self.rendezvous}"
             if sys.platform == "linux":
                 # A machine's name may not resolve to one of its addresses.
                 os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE if job.link.is_network else "lo"
-        timeout = datetime.timedelta(seconds=job.timeout_s)
-        dist.init_process_group("nccl" if job.on_cuda else "gloo", timeout=timeout, **settings)
+        dist.init_process_group(
+            "nccl" if job.on_cuda else "gloo",
+            init_method=init_method,
+            timeout=datetime.timedelta(seconds=job.timeout_s),
+            rank=self.number,
+            world_size=job.num_ranks,
+        )
         return emulation
 
     def start_megatron(self) -> Emulation | None:
@@ -156,9 +162,10 @@ class Rank[Job: RankJob]:
 
         from megatron_ampipe.runtime.executors import demote_gloo_threads
 
-        # The extra gloo groups are for checkpoints and data, and a pretended rank cannot have any.
+        # The extra gloo groups are for checkpoints and data, and an emulated peer cannot have any.
         parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=self.job.num_ranks, create_gloo_process_groups=not self.job.pretended
+            expert_model_parallel_size=self.job.num_ranks,
+            create_gloo_process_groups=not self.job.emulates_peers,
         )
         # Those of Transformer Engine, where it is installed, can be captured in CUDA graphs.
         model_parallel_cuda_manual_seed(self.job.seed, te_rng_tracker=self.job.on_cuda)
@@ -167,13 +174,19 @@ class Rank[Job: RankJob]:
         return emulation
 
 
-def run_ranks[Job: RankJob](
+Message = tuple[str, Any]
+"""An event and its value, which any rank can choose."""
+OnMessage = Callable[[int, str, Any], None]
+"""Receives a rank and its message."""
+
+
+def run_ranks[Job: RankJob, Result](
     job: Job,
-    work: Callable[[Rank[Job]], Any],
+    work: Callable[[Rank[Job]], Result],
     *,
-    on_message: Callable[[int, str, Any], None] = lambda *_: None,
+    on_message: OnMessage = lambda *_: None,
     log: Path | None = None,
-) -> list[Any]:
+) -> list[Result]:
     """Run a function in every rank to its end; no process is left, however this ends.
 
     Args:
@@ -189,8 +202,8 @@ def run_ranks[Job: RankJob](
         RunFailed: a rank failed or was lost, or none said anything for ``job.timeout_s``.
         EnvironmentMissing, DifferenceFound: a rank raised it, or the link cannot be made.
     """
-    count = 1 if job.pretended else job.num_ranks
-    results: list[Any] = [None] * count
+    count = 1 if job.emulates_peers else job.num_ranks
+    results: dict[int, Result] = {}
     namespaces: list[int | None] = [None] * count
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampipe-ranks-")))
@@ -199,7 +212,7 @@ def run_ranks[Job: RankJob](
         if num_gpus < count:
             raise EnvironmentMissing(
                 f"{count} ranks need as many GPUs, and there are {num_gpus}. Use fewer --ranks, or "
-                "ampipe bench with --link emulated:RATE, which pretends the others."
+                "ampipe bench with --link emulated:RATE, which emulates the others."
             )
         if job.link.is_network:
             namespaces = [
@@ -211,8 +224,8 @@ def run_ranks[Job: RankJob](
         spawn = multiprocessing.get_context("spawn")
         for rank, namespace in enumerate(namespaces):
             pipe, rank_end = spawn.Pipe()
-            arguments = (work, job, rank, folder, log, namespace, os.getpid(), rank_end)
-            processes[pipe] = spawn.Process(target=_run_rank, args=arguments)
+            process = _RankProcess(job, work, rank, folder, log, namespace, parent=os.getpid())
+            processes[pipe] = spawn.Process(target=process.run, args=(rank_end,))
             processes[pipe].start()
             rank_end.close()
         for rank, event, value in _messages(processes, log, timeout_s=job.timeout_s):
@@ -220,7 +233,7 @@ def run_ranks[Job: RankJob](
                 results[rank] = value
             else:
                 on_message(rank, event, value)
-    return results
+    return [results[rank] for rank in range(count)]
 
 
 def _end(processes: Mapping[Connection, SpawnProcess]) -> None:
@@ -236,7 +249,7 @@ def _end(processes: Mapping[Connection, SpawnProcess]) -> None:
 
 def _messages(
     processes: Mapping[Connection, SpawnProcess], log: Path, *, timeout_s: float
-) -> Iterator[tuple[int, str, Any]]:
+) -> Iterator[tuple[int, *Message]]:
     """Messages with their rank, until every rank has said ``done``; raises the first cause of a failure."""
     pipes = {pipe: rank for rank, pipe in enumerate(processes)}
     missing = dict(enumerate(processes.values()))
@@ -288,57 +301,86 @@ def _tail(log: Path) -> str:
     return "".join(f"\n  {line}" for line in ["", "last lines of the ranks:", *lines] if lines)
 
 
-def _run_rank(
-    work: Callable[[Any], Any],
-    job: RankJob,
-    number: int,
-    folder: Path,
-    log: Path,
-    namespace: int | None,
-    parent: int,
-    pipe: Connection,
-) -> None:
-    """The life of a rank: exits without cleaning up, as its peers may have ended already."""
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have ended before this was set.
-    if os.getppid() != parent:
-        os._exit(1)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    # Ranks share a log. Under PYTHONUNBUFFERED, print() would write text and line end apart.
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    faulthandler.enable()
-    # Processes that the rank starts, such as workers of a data loader, are started as in a training.
-    multiprocessing.set_start_method(None, force=True)
-    per_node = job.ranks_per_node or job.num_ranks
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number % per_node)}
-    os.environ |= {"WORLD_SIZE": str(job.num_ranks), "LOCAL_WORLD_SIZE": str(per_node)}
-    # Temporary files of libraries are removed with the folder.
-    os.environ["TMPDIR"] = str(folder)
-    if not job.on_cuda:
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    code = 1
-    try:
-        if namespace is not None:
-            network.enter(namespace)
-        if cores := job.cores:
+@dataclass(frozen=True, slots=True)
+class _RankProcess[Job: RankJob, Result]:
+    """What a rank's process does.
+
+    Attributes:
+        job: How the ranks are run.
+        work: The function of each rank.
+        number: The rank.
+        folder: Of files that all ranks of this run use.
+        log: File to which the output is appended.
+        namespace: The network namespace to enter, as in :func:`.network.enter`; None to stay.
+        parent: The command's process.
+    """
+
+    job: Job
+    work: Callable[[Rank[Job]], Result]
+    number: int
+    folder: Path
+    log: Path
+    namespace: int | None
+    parent: int
+
+    def run(self, pipe: Connection) -> None:
+        """Work, report to ``pipe``, and exit without cleaning up, as peers may have ended already."""
+        self._die_with_parent()
+        self._write_to_log()
+        faulthandler.enable()
+        # Processes that the rank starts, such as workers of a data loader, are started as in a training.
+        multiprocessing.set_start_method(None, force=True)
+        self._set_environment()
+        code = 1
+        try:
+            pipe.send(("done", self._work(pipe)))
+            code = 0
+        except AMPipeError as error:
+            kept = isinstance(error, EnvironmentMissing | DifferenceFound)
+            pipe.send(("failed", (type(error) if kept else RunFailed, str(error))))
+        except BaseException as error:
+            traceback.print_exc()
+            pipe.send(("failed", (RunFailed, f"{type(error).__name__}: {error}")))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _die_with_parent(self) -> None:
+        os.setsid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have ended before this was set.
+        if os.getppid() != self.parent:
+            os._exit(1)
+
+    def _write_to_log(self) -> None:
+        output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        # Ranks share a log. Under PYTHONUNBUFFERED, print() would write text and line end apart.
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+    def _set_environment(self) -> None:
+        per_node = self.job.ranks_per_node or self.job.num_ranks
+        os.environ |= {"RANK": str(self.number), "LOCAL_RANK": str(self.number % per_node)}
+        os.environ |= {"WORLD_SIZE": str(self.job.num_ranks), "LOCAL_WORLD_SIZE": str(per_node)}
+        # Temporary files of libraries are removed with the folder.
+        os.environ["TMPDIR"] = str(self.folder)
+        if not self.job.on_cuda:
+            os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+    def _work(self, pipe: Connection) -> Result:
+        if self.namespace is not None:
+            network.enter(self.namespace)
+        if cores := self.job.cores:
             # Before torch starts its threads, which inherit it.
-            os.sched_setaffinity(0, {cores[number]})
-        rank = Rank(job, number, folder / "rendezvous", lambda event, value=None: pipe.send((event, value)))
-        pipe.send(("done", work(rank)))
-        code = 0
-    except AMPipeError as error:
-        kept = isinstance(error, EnvironmentMissing | DifferenceFound)
-        pipe.send(("failed", (type(error) if kept else RunFailed, str(error))))
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(("failed", (RunFailed, f"{type(error).__name__}: {error}")))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+            os.sched_setaffinity(0, {cores[self.number]})
+
+        def say(event: str, value: object = None) -> None:
+            pipe.send((event, value))
+
+        return self.work(Rank(self.job, self.number, self.folder / "rendezvous", say))
 
 
 @contextlib.contextmanager

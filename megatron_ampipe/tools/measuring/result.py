@@ -15,32 +15,33 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.files import inputs, outputs
+from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, BenchJob, Variant
+from megatron_ampipe.tools.measuring.reports import CaseReport, VariantReport
 
 FORMAT, TRAINING_FORMAT = "ampipe-bench-1", "ampipe-training-1"
 _PER_NODE = re.compile(r"ranks-per-node=(\d+)")
 """Where older results have the ranks of a node: in the text of the link."""
 
 
-def write(document: Mapping[str, Any], path: Path) -> None:
+def write(document: ReportView, path: Path) -> None:
     """Write the document; the file appears only when it is complete."""
     outputs.write_text(path, json.dumps(document) + "\n")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Report:
     """Read a document of :func:`write`, and add the fields that older ones lack; BadInput if it is none."""
 
-    def parse(text: str) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(text)
+    def parse(text: str) -> Report:
+        document: Report = json.loads(text)
         if document["format"] not in (FORMAT, TRAINING_FORMAT):
             raise ValueError("another format")
         in_link = _PER_NODE.search(document["link"])
@@ -58,7 +59,7 @@ def speedup(stock: Sequence[float], samples: Sequence[float]) -> dict[str, float
     return {"speedup": median, "speedup_p10": p10, "speedup_p90": p90}
 
 
-def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def with_control(rows: Sequence[Report]) -> Report:
     """The rows of all variants but stock as a case holds them.
 
     Returns:
@@ -77,8 +78,8 @@ def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One entry of ``cases`` in the document, from the ranks' reports (:func:`.timed_passes.measure`)."""
+def case_result(job: BenchJob, index: int, reports: Sequence[CaseReport]) -> Report:
+    """One entry of ``cases`` in the document, from the ranks' reports."""
     case, variants = job.cases[index], job.variants[index]
     by_variant = list(zip(*(report["variants"] for report in reports), strict=True))
     stock, *figures = map(_figures, by_variant)
@@ -98,13 +99,14 @@ def case_result(job: BenchJob, index: int, reports: Sequence[Mapping[str, Any]])
         "emulated": job.link.emulated,
         "layers": job.layers,
         **{f"stock_{key}": value for key, value in stock.items()},
-        **{key: reports[0][key] for key in ("kernel", "fused_gradients")},
+        "kernel": reports[0]["kernel"],
+        "fused_gradients": reports[0]["fused_gradients"],
         "block": asdict(case),
         **with_control(rows),
     }
 
 
-def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
+def described(variant: Variant, job: BenchJob) -> Report:
     """The fields of a row that describe its variant."""
     pipeline = variant.pipeline
     backward = None if pipeline.backward_degree == pipeline.degree else pipeline.backward_degree
@@ -122,13 +124,17 @@ def described(variant: Variant, job: BenchJob) -> dict[str, Any]:
     }
 
 
-def _figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _figures(ranks: Sequence[VariantReport]) -> Report:
     """The figures of a variant, stock included; times are those of the slowest rank."""
     by_rank = [[round(1e3 * seconds, 4) for seconds in rank["wall_s"]] for rank in ranks]
     samples = [max(repeat) for repeat in zip(*by_rank, strict=True)]
     backward_s = map(max, zip(*(rank["backward_s"] for rank in ranks), strict=True))
     # By the kernel's counters.
-    repeats = [repeat for repeat in zip(*(rank["wire_bytes"] for rank in ranks), strict=True) if all(repeat)]
+    repeats: list[list[dict[str, int]]] = []
+    for sent_by_rank in zip(*(rank["wire_bytes"] for rank in ranks), strict=True):
+        counted = [sent for sent in sent_by_rank if sent]
+        if len(counted) == len(ranks):
+            repeats.append(counted)
     sums = [sum(sum(sent.values()) for sent in repeat) for repeat in repeats]
     classes = repeats[0][0] if repeats else {}
     by_class = {
@@ -146,12 +152,16 @@ def _figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _stages(variant: Variant, ranks: Sequence[Mapping[str, Any]], *, ms: float) -> dict[str, Any]:
+def _stages(variant: Variant, ranks: Sequence[VariantReport], *, ms: float) -> Report:
     """The stages of a row, and the bound of its time, of the slowest rank; None where nothing overlaps."""
-    needs, stages, bound_ms = ranks[0]["needs"], None, None
+    needs = ranks[0]["needs"]
+    stages: list[dict[str, dict[str, list[float]]]] | None = None
+    bound_ms: float | None = None
     if variant.pipelined:
-        stages = [rank["stages"] for rank in ranks]
-        bounds = (_bound_us(each, needs, stack=variant.pipeline.stack) for each in stages)
+        assert needs is not None
+        stages = [rank["stages"] for rank in ranks if rank["stages"] is not None]
+        assert len(stages) == len(ranks)
+        bounds = [_bound_us(by_direction, needs, stack=variant.pipeline.stack) for by_direction in stages]
         bound_ms = round(max(bounds) / 1e3, 4)
     return {
         "bound_ms": bound_ms,
@@ -161,7 +171,12 @@ def _stages(variant: Variant, ranks: Sequence[Mapping[str, Any]], *, ms: float) 
     }
 
 
-def _bound_us(samples: Mapping[str, Any], needs: Any, *, stack: int) -> float:
+def _bound_us(
+    samples: Mapping[str, Mapping[str, Sequence[float]]],
+    needs: Mapping[str, Mapping[str, Sequence[str]]],
+    *,
+    stack: int,
+) -> float:
     """The bound of a pass on one rank, from medians; ``stack`` layers share a schedule."""
     total = 0.0
     for direction, stages in samples.items():
@@ -175,9 +190,6 @@ def _bound_us(samples: Mapping[str, Any], needs: Any, *, stack: int) -> float:
     return total
 
 
-Record = Mapping[str, Any]
-"""A document, a case or a row."""
-
 _OF_DOCUMENT = ("grid", "link", "emulated", "pretended", "ranks", "ranks_per_node", "device")
 _OF_ROW = (
     *("schedule", "degree", "backward_degree", "stack", "memory", "exchange", "wire", "partner"),
@@ -188,7 +200,7 @@ _OF_ROW = (
 _COLUMNS_OF_CSV = (*_OF_DOCUMENT, "hardware", "commit", "layers", "case", *_OF_ROW)
 
 
-def csv_text(documents: Sequence[Record]) -> str:
+def csv_text(documents: Sequence[ReportView]) -> str:
     """The rows of results, stock and control included, as CSV with a line of names.
 
     Names are those of the documents; a cell is empty where a row has no such figure. ``wire_bytes_inter`` is
@@ -209,7 +221,7 @@ def csv_text(documents: Sequence[Record]) -> str:
     return text.getvalue()
 
 
-def rows_of(case: Record) -> list[Record]:
+def rows_of(case: ReportView) -> list[ReportView]:
     """The rows of a case as the table has them: stock, its control if there is one, and the variants."""
     control = [case["control"]] if "control" in case else []
     return [_stock(case), *control, *case["rows"]]
@@ -224,9 +236,9 @@ _CAPTION = (
 )
 
 
-def show(document: Record, console: Console) -> None:
+def show(document: ReportView, console: Console) -> None:
     """Print one row for each layer of each case; a column without any figure is left out."""
-    lines: list[tuple[str, Record, str | None]] = []
+    lines: list[tuple[str, ReportView, str | None]] = []
     for case in document["cases"]:
         fastest = min(case["rows"], key=lambda row: row["ms"], default=None)
         for place, row in enumerate(rows_of(case)):
@@ -247,21 +259,23 @@ def show(document: Record, console: Console) -> None:
     console.print(table)
 
 
-def _heading(document: Record) -> str:
+def _heading(document: ReportView) -> str:
     link = f"link {document['link']}" + " (emulated)" * document["emulated"]
     layers = f", {document['layers']} layers" * (document["layers"] > 1)
     training = "training · " * (document["format"] == TRAINING_FORMAT)
     return f"{training}grid {document['grid']}{layers} · {link} · {_ranks(document)}"
 
 
-def _ranks(document: Record) -> str:
-    ranks = f"{document['ranks']} ranks" + ", all but one pretended" * document["pretended"]
+def _ranks(document: ReportView) -> str:
+    ranks = f"{document['ranks']} ranks"
+    if document["pretended"]:
+        ranks += ", all but one emulated"
     if document.get("ranks_per_node") is not None:
         ranks += f", {document['ranks_per_node']} per node"
     return ranks
 
 
-def where_text(document: Record) -> tuple[str, str]:
+def where_text(document: ReportView) -> tuple[str, str]:
     """Link, ranks and layers of a result, and its device."""
     hardware = document["hardware"]
     link = re.sub(f",{_PER_NODE.pattern}", "", document["link"])
@@ -274,9 +288,9 @@ def where_text(document: Record) -> tuple[str, str]:
     return " · ".join(parts), str(device)
 
 
-def variant_text(row: Record) -> str:
+def variant_text(row: ReportView) -> str:
     """The variant of a row without its degrees: schedule, and what differs from the usual choices."""
-    parts = [row["schedule"]]
+    parts = [str(row["schedule"])]
     for name, usual in (("stack", 1), ("memory", KEEP), ("exchange", Exchange.ROWS)):
         if row.get(name, usual) != usual:
             parts.append(f"{name} {row[name]}")
@@ -284,28 +298,28 @@ def variant_text(row: Record) -> str:
     return ", ".join(parts)
 
 
-def _stock(case: Record) -> dict[str, Any]:
+def _stock(case: ReportView) -> Report:
     """The figures of stock, as a row without speedup."""
     figures = {key.removeprefix("stock_"): value for key, value in case.items() if key.startswith("stock_")}
     return {"schedule": "stock", **figures, **case.get("stock", {})}
 
 
-def _figure(key: str, form: str, factor: float = 1) -> Callable[[Record], str]:
+def _figure(key: str, form: str, factor: float = 1) -> Callable[[ReportView], str]:
     return lambda row: "" if row.get(key) is None else form.format(row[key] * factor)
 
 
-def _choice(key: str, usual: object) -> Callable[[Record], str]:
+def _choice(key: str, usual: object) -> Callable[[ReportView], str]:
     """Empty for the usual value."""
     return lambda row: "" if row.get(key, usual) == usual else str(row[key])
 
 
-def _between_nodes(row: Record) -> str:
+def _between_nodes(row: ReportView) -> str:
     """The part of the bytes that leaves a node, where that is known."""
     by_class = row.get("wire_bytes_by_class") or {}
     return f"{by_class['inter'] * 1e-6:.2f}" if "intra" in by_class else ""
 
 
-def _speedup(row: Record) -> str:
+def _speedup(row: ReportView) -> str:
     """The speedup, marked if the control shows that it is noise."""
     if "speedup" not in row:
         return ""
@@ -313,7 +327,7 @@ def _speedup(row: Record) -> str:
     return f"{row['speedup']:.3f}" + (said if row.get("difference_seen", True) else " no difference seen")
 
 
-_COLUMNS: dict[str, Callable[[Record], str]] = {
+_COLUMNS: dict[str, Callable[[ReportView], str]] = {
     "stack": _choice("stack", 1),
     "memory": _choice("memory", KEEP),
     "exchange": _choice("exchange", Exchange.ROWS),

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
-from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory, Layers
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import (
     Clock,
@@ -33,20 +33,13 @@ from megatron_ampipe.tools.measuring.meters import (
     sent_bytes_by_class,
     stage_times,
 )
-from megatron_ampipe.tools.measuring.ranks import Rank
+from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
+from megatron_ampipe.tools.measuring.reports import CaseReport, PassTimes, VariantReport
 from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
 
-def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> dict[str, Any]:
-    """Measure one case; ``variants`` are what is compared, stock first.
-
-    Returns:
-        ``kernel`` and ``fused_gradients``; and a list ``variants`` with, for each: the fields of
-        :class:`PassSample`, by repeat; ``difference`` from stock; ``peak_bytes``; and (None for Megatron's
-        layer) ``stages``: microseconds of every stage alone, ``needs``: the stages that each waits for,
-        ``issued_us``: the host's time to issue a stage on a GPU, ``alone``: the passes with stages alone,
-        and ``apart_s``: their seconds between stages.
-    """
+def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> CaseReport:
+    """Measure one case; ``variants`` are what is compared, stock first."""
     job = rank.job
     factory = BlockFactory(rank, case, layers=job.layers)
     passes = Passes(rank, case)
@@ -59,7 +52,8 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
         for variant in variants
     ]
     # In passes that are not timed.
-    meter, watched = None, layers
+    meter: TensorMeter | None = None
+    watched = layers
     if not job.on_cuda:
         meter = TensorMeter()
         executor = WatchedExecutor(ThreadExecutor(), meter)
@@ -68,34 +62,47 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> di
     for _ in range(job.warmup):
         for layer in (*layers, *filter(None, timed)):
             passes.run(layer)
-    samples, alone = ([[] for _ in layers] for _ in range(2))
+    samples: list[list[PassSample]] = [[] for _ in layers]
+    alone: list[list[PassSample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
             samples[index].append(passes.run(layers[index]))
-        for index, layer in ((index, timed[index]) for index in order if timed[index] is not None):
-            layer.timer.recorder.start_iteration(repeat)
-            alone[index].append(passes.run(layer))
-            layer.timer.recorder.pause()
+        for index in order:
+            timed_layer = timed[index]
+            if timed_layer is not None:
+                timed_layer.timer.recorder.start_iteration(repeat)
+                alone[index].append(passes.run(timed_layer))
+                timed_layer.timer.recorder.pause()
 
-    entries = [
-        {
-            **_by_field(sample),
-            "stages": layer and stage_times(layer.timer.recorder),
-            "needs": layer and layer.timer.needs,
-            "issued_us": layer and layer.timer.issued_us(),
-            "alone": layer and _by_field(alone[place]),
-            "apart_s": layer and {way: all_s[job.warmup :] for way, all_s in layer.timer.apart_s.items()},
-            "difference": difference[place],
-            "peak_bytes": peaks[place],
-        }
-        for place, (sample, layer) in enumerate(zip(samples, timed, strict=True))
-    ]
+    entries: list[VariantReport] = []
+    for index, timed_layer in enumerate(timed):
+        timer = None if timed_layer is None else timed_layer.timer
+        entries.append(
+            {
+                **_by_field(samples[index]),
+                "stages": None if timer is None else stage_times(timer.recorder),
+                "needs": None if timer is None else timer.needs,
+                "issued_us": None if timer is None else timer.issued_us(),
+                "alone": None if timer is None else _by_field(alone[index]),
+                "apart_s": None if timer is None else _after_warmup(timer.apart_s, job.warmup),
+                "difference": difference[index],
+                "peak_bytes": peaks[index],
+            }
+        )
     return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": entries}
 
 
-def _by_field(samples: Sequence[PassSample]) -> dict[str, tuple[Any, ...]]:
-    return dict(zip(PassSample._fields, zip(*samples, strict=True), strict=True))
+def _by_field(samples: Sequence[PassSample]) -> PassTimes:
+    return {
+        "wall_s": [sample.wall_s for sample in samples],
+        "backward_s": [sample.backward_s for sample in samples],
+        "wire_bytes": [sample.wire_bytes for sample in samples],
+    }
+
+
+def _after_warmup(passes_s: Mapping[str, Sequence[float]], warmup: int) -> dict[str, list[float]]:
+    return {way: [*all_s[warmup:]] for way, all_s in passes_s.items()}
 
 
 class PassSample(NamedTuple):
@@ -115,7 +122,7 @@ class PassSample(NamedTuple):
 class Passes:
     """Runs passes of any layer, always with the same input and output gradient."""
 
-    def __init__(self, rank: Rank[Any], case: Case) -> None:
+    def __init__[Job: RankJob](self, rank: Rank[Job], case: Case) -> None:
         self._rank, self.on_cuda = rank, rank.job.on_cuda
         self._counts_wire = rank.job.link.is_network
         generator = torch.Generator().manual_seed(rank.job.seed * 10_007 + rank.number)
@@ -131,7 +138,7 @@ class Passes:
         """One timed pass."""
         return self._run(layer)[0]
 
-    def results(self, layer: torch.nn.Module, chosen: list[Tensor] | None = None) -> dict[str, Tensor]:
+    def results(self, layer: Layers, chosen: list[Tensor] | None = None) -> dict[str, Tensor]:
         """Everything that one pass computes, by name; with ``chosen`` experts, see :func:`same_experts`."""
         with nullcontext() if chosen is None else same_experts(layer, chosen):
             _, output, hidden = self._run(layer)
@@ -198,7 +205,7 @@ def _clear_gradients(layer: torch.nn.Module) -> None:
 
 
 def compare(
-    passes: Passes, layers: list[torch.nn.Module], variants: Sequence[Variant], *, rank: int, case: Case
+    passes: Passes, layers: Sequence[Layers], variants: Sequence[Variant], *, rank: int, case: Case
 ) -> list[float]:
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
     chosen: list[Tensor] = []
@@ -225,13 +232,13 @@ def compare(
 
 
 @contextmanager
-def same_experts(layers: torch.nn.Module, chosen: list[Tensor]) -> Iterator[None]:
+def same_experts(layers: Layers, chosen: list[Tensor]) -> Iterator[None]:
     """A context in which routers use the experts ``chosen``, ``[T, K]`` by layer; fills it if it is empty.
 
     Rounding can change the choice between experts with nearly equal scores, so without it two correct results
     in 16 bit may have large differences.
     """
-    routers = [layer.mlp.router for layer in layers.layers]
+    routers = [layer.router for layer in layers.moe_layers]
     for number, router in enumerate(routers):
         router.router_replay = RouterReplay()
         action = RouterReplayAction.REPLAY_FORWARD if chosen else RouterReplayAction.RECORD

@@ -12,12 +12,12 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
+from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks, signals_as_interrupts
@@ -84,126 +84,6 @@ def training_flags(
     return tuple(str(flag) for flag in flags)
 
 
-def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[dict[str, Any]]:
-    """Train every case with every variant in ``rounds`` rounds; yields the entries ``cases`` of the document.
-
-    ``job.warmup`` iterations of a training are not counted, the ``job.repeats`` after them are. RunFailed
-    if a training does not finish, DifferenceFound if a loss differs from the stock training's.
-    """
-    iterations = job.warmup + job.repeats
-    # An interrupt between two trainings needs no cleaning up, but must give the same exit code.
-    with signals_as_interrupts():
-        for case, variants in zip(job.cases, job.variants, strict=True):
-            flags = training_flags(
-                case,
-                layers=job.layers,
-                num_ranks=job.num_ranks,
-                iterations=iterations,
-                seed=job.seed,
-                micro_batches=job.micro_batches,
-            )
-            curves: list[list[Curve]] = [[] for _ in variants]
-            for round_, step in itertools.product(range(rounds), range(len(variants))):
-                index = (round_ + step) % len(variants)
-                variant = variants[index]
-                training = TrainingJob(
-                    flags=(*flags, *variant.pipeline.flags),
-                    stock_attends_as=None if variant.pipelined else case.dtype,
-                    link=job.link,
-                    num_ranks=job.num_ranks,
-                    ranks_per_node=job.ranks_per_node,
-                )
-                title = f"case {case.name}: the training of {variant}"
-                curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
-                curves[index].append(curve)
-                # The first training of all is stock's.
-                check_same(curves[0][0], curve, what=f"case {case.name}: the loss of {variant}")
-            yield case_result(case, job, variants, curves) | {"flags": list(flags)}
-
-
-def run[Job: TrainingJob](
-    training: Job,
-    *,
-    iterations: int,
-    title: str,
-    on_iteration: Callable[[], object] = lambda: None,
-    work: Callable[[Rank[Job]], None] | None = None,
-    log: Path | None = None,
-) -> Curve:
-    """Run one training to its end; RunFailed if a rank failed, or an iteration is missing.
-
-    Args:
-        training: What to run.
-        iterations: How many it must log; ``on_iteration`` is called at each.
-        title: Its name in error messages.
-        work: The function of each rank; :func:`train` if None.
-        log: As in :func:`.run_ranks`.
-    """
-    logged: list[tuple[float, float]] = []
-
-    def on_message(_rank: int, event: str, value: Any) -> None:
-        if event == "iteration":
-            logged.append((value["ms"], value["lm_loss"]))
-            on_iteration()
-
-    try:
-        run_ranks(training, work or train, on_message=on_message, log=log)
-    except RunFailed as error:
-        raise RunFailed(f"{title}: {error}" + (f"\nThe whole log is {log}" if log else "")) from error
-    if len(logged) != iterations:
-        raise RunFailed(f"{title} logged {len(logged)} of {iterations} iterations")
-    return Curve(*map(tuple, zip(*logged, strict=True)))
-
-
-def check_same(stock: Curve, curve: Curve, *, what: str) -> None:
-    """Raise DifferenceFound if losses differ from the stock training's by more than :data:`TOLERANCE`."""
-    difference, iteration = loss_difference(stock, curve)
-    # Written so that NaN is a difference.
-    if not difference <= TOLERANCE:
-        raise DifferenceFound(
-            f"{what} differs from the stock training's by {difference:.1e} at iteration {iteration}, allowed "
-            f"is {TOLERANCE:.0e}. Over many iterations a tie between experts can do this: use fewer, or "
-            "another seed"
-        )
-
-
-def loss_difference(stock: Curve, other: Curve) -> tuple[float, int]:
-    """The largest relative difference of the losses, and the iteration, from 1, that has it."""
-    losses = zip(stock.lm_loss, other.lm_loss, strict=True)
-    differences = [(abs(b - a) / max(abs(a), 1e-12), iteration) for iteration, (a, b) in enumerate(losses, 1)]
-    # NaN is the largest.
-    return max(differences, key=lambda pair: (math.isnan(pair[0]), pair[0]))
-
-
-def case_result(
-    case: Case, job: BenchJob, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]
-) -> dict[str, Any]:
-    """One entry of ``cases`` in the document; ``curves`` are by variant, stock first, and by round."""
-    stock, *timed = ([ms for curve in rounds for ms in curve.ms[job.warmup :]] for rounds in curves)
-    rows = [
-        {
-            **described(variant, job),
-            **_speed(samples),
-            **speedup(stock, samples),
-            "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in rounds),
-            "trainings": [asdict(curve) for curve in rounds],
-        }
-        for variant, samples, rounds in zip(variants[1:], timed, curves[1:], strict=True)
-    ]
-    return {
-        "name": case.name,
-        "block": asdict(case),
-        "layers": job.layers,
-        "stock": {**_speed(stock), "trainings": [asdict(curve) for curve in curves[0]]},
-        **with_control(rows),
-    }
-
-
-def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
-    median = statistics.median(samples_ms)
-    return {"ms": round(median, 2), "iterations_per_s": round(1e3 / median, 4)}
-
-
 def train(rank: Rank[TrainingJob]) -> None:
     """Train in a rank through the entry point that users launch; sends a message ``iteration`` for each.
 
@@ -255,3 +135,123 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
         return ModuleSpec(module=KernelAttention, params={"kernel": kernel})
 
     LocalSpecProvider.core_attention = core_attention
+
+
+def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[], object]) -> Iterator[Report]:
+    """Train every case with every variant in ``rounds`` rounds; yields the entries ``cases`` of the document.
+
+    ``job.warmup`` iterations of a training are not counted, the ``job.repeats`` after them are. RunFailed
+    if a training does not finish, DifferenceFound if a loss differs from the stock training's.
+    """
+    iterations = job.warmup + job.repeats
+    # An interrupt between two trainings needs no cleaning up, but must give the same exit code.
+    with signals_as_interrupts():
+        for case, variants in zip(job.cases, job.variants, strict=True):
+            flags = training_flags(
+                case,
+                layers=job.layers,
+                num_ranks=job.num_ranks,
+                iterations=iterations,
+                seed=job.seed,
+                micro_batches=job.micro_batches,
+            )
+            curves: list[list[Curve]] = [[] for _ in variants]
+            for round_, step in itertools.product(range(rounds), range(len(variants))):
+                index = (round_ + step) % len(variants)
+                variant = variants[index]
+                training = TrainingJob(
+                    flags=(*flags, *variant.pipeline.flags),
+                    stock_attends_as=None if variant.pipelined else case.dtype,
+                    link=job.link,
+                    num_ranks=job.num_ranks,
+                    ranks_per_node=job.ranks_per_node,
+                )
+                title = f"case {case.name}: the training of {variant}"
+                curve = run(training, iterations=iterations, title=title, on_iteration=on_iteration)
+                curves[index].append(curve)
+                # The first training of all is stock's.
+                check_same(curves[0][0], curve, what=f"case {case.name}: the loss of {variant}")
+            yield case_result(case, job, variants, curves) | {"flags": list(flags)}
+
+
+def run[Job: TrainingJob](
+    training: Job,
+    *,
+    iterations: int,
+    title: str,
+    on_iteration: Callable[[], object] = lambda: None,
+    work: Callable[[Rank[Job]], None] = train,
+    log: Path | None = None,
+) -> Curve:
+    """Run one training to its end; RunFailed if a rank failed, or an iteration is missing.
+
+    Args:
+        training: What to run.
+        iterations: How many it must log; ``on_iteration`` is called at each.
+        title: Its name in error messages.
+        work: The function of each rank.
+        log: As in :func:`.run_ranks`.
+    """
+    logged: list[tuple[float, float]] = []
+
+    def on_message(_rank: int, event: str, value: Mapping[str, float]) -> None:
+        if event == "iteration":
+            logged.append((value["ms"], value["lm_loss"]))
+            on_iteration()
+
+    try:
+        run_ranks(training, work, on_message=on_message, log=log)
+    except RunFailed as error:
+        raise RunFailed(f"{title}: {error}" + (f"\nThe whole log is {log}" if log else "")) from error
+    if len(logged) != iterations:
+        raise RunFailed(f"{title} logged {len(logged)} of {iterations} iterations")
+    return Curve(*map(tuple, zip(*logged, strict=True)))
+
+
+def check_same(stock: Curve, curve: Curve, *, what: str) -> None:
+    """Raise DifferenceFound if losses differ from the stock training's by more than :data:`TOLERANCE`."""
+    difference, iteration = loss_difference(stock, curve)
+    # Written so that NaN is a difference.
+    if not difference <= TOLERANCE:
+        raise DifferenceFound(
+            f"{what} differs from the stock training's by {difference:.1e} at iteration {iteration}, allowed "
+            f"is {TOLERANCE:.0e}. Over many iterations a tie between experts can do this: use fewer, or "
+            "another seed"
+        )
+
+
+def loss_difference(stock: Curve, other: Curve) -> tuple[float, int]:
+    """The largest relative difference of the losses, and the iteration, from 1, that has it."""
+    losses = zip(stock.lm_loss, other.lm_loss, strict=True)
+    differences = [(abs(b - a) / max(abs(a), 1e-12), iteration) for iteration, (a, b) in enumerate(losses, 1)]
+    # NaN is the largest.
+    return max(differences, key=lambda pair: (math.isnan(pair[0]), pair[0]))
+
+
+def case_result(
+    case: Case, job: BenchJob, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]
+) -> Report:
+    """One entry of ``cases`` in the document; ``curves`` are by variant, stock first, and by round."""
+    stock, *timed = ([ms for curve in rounds for ms in curve.ms[job.warmup :]] for rounds in curves)
+    rows = [
+        {
+            **described(variant, job),
+            **_speed(samples),
+            **speedup(stock, samples),
+            "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in rounds),
+            "trainings": [asdict(curve) for curve in rounds],
+        }
+        for variant, samples, rounds in zip(variants[1:], timed, curves[1:], strict=True)
+    ]
+    return {
+        "name": case.name,
+        "block": asdict(case),
+        "layers": job.layers,
+        "stock": {**_speed(stock), "trainings": [asdict(curve) for curve in curves[0]]},
+        **with_control(rows),
+    }
+
+
+def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
+    median = statistics.median(samples_ms)
+    return {"ms": round(median, 2), "iterations_per_s": round(1e3 / median, 4)}
