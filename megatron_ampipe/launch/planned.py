@@ -23,7 +23,9 @@ from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, block_of, layers_of
+from megatron_ampipe.plan.model_block import block_of, layers_of
+from megatron_ampipe.plan.model_file import ModelFile
+from megatron_ampipe.plan.model_flags import SIZE_FLAGS
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor

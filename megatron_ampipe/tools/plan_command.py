@@ -24,7 +24,8 @@ from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.host_times import by_host_time
-from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.model_block import block_of, layers_of
+from megatron_ampipe.plan.model_file import find_model, read_model
 from megatron_ampipe.plan.planner import Progress, alternatives, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import memory_by_stage

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.plan.model_file import block_of, read_model
+from megatron_ampipe.plan.model_block import block_of
+from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from megatron_ampipe.schedule.features import boundary, features_of_settings
 from tests.golden.write import SETTINGS
