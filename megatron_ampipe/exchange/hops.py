@@ -52,21 +52,20 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> tuple[G
 
     They are the ranks with this rank's index in all nodes, and the ranks of its node, ordered node by node.
     """
-    ranks, ranks_per_node = dist.get_process_group_ranks(group), 0
+    ranks = dist.get_process_group_ranks(group)
+    of_a_node = 0
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in ranks]
-        ranks_per_node = nodes.count(nodes[0])
+        of_a_node = nodes.count(nodes[0])
     assert (
-        1 < ranks_per_node < len(ranks)
-        and nodes == sorted(nodes)
-        and {*map(nodes.count, nodes)} == {ranks_per_node}
+        1 < of_a_node < len(ranks) and nodes == sorted(nodes) and {*map(nodes.count, nodes)} == {of_a_node}
     ), f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
-    node, place = divmod(group.rank(), ranks_per_node)
-    first = node * ranks_per_node
+    node, place = divmod(group.rank(), of_a_node)
+    first = node * of_a_node
     # New groups even if an existing group has the same ranks, because each lane needs its own.
     return (
-        GroupRequest(group, "between nodes", tuple(ranks[place::ranks_per_node])),
-        GroupRequest(group, "within a node", tuple(ranks[first : first + ranks_per_node])),
+        GroupRequest(group, "between nodes", tuple(ranks[place::of_a_node])),
+        GroupRequest(group, "within a node", tuple(ranks[first : first + of_a_node])),
     )
 
 
