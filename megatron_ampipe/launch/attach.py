@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
+from megatron_ampipe.errors import global_rank
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
@@ -104,7 +104,7 @@ def _record_routing(run: Run, context: AMPipeContext | None, hooks: Hooks) -> No
     """Add the hook of ``--ampipe-routing-dir``; raises :class:`BadInput` for a folder that it cannot use."""
     folder = run.settings.routing_dir
     assert folder is not None
-    if int(os.environ.get("RANK", "0")) == 0:
+    if global_rank() == 0:
         flag = SETTING["routing_dir"].flag
         outputs.check_folder(Path(folder).absolute(), flag=flag, value=Path(folder))
     hooks.add(RoutingRecording(run.resolved_environment, run.settings, context))
