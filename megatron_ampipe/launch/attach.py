@@ -22,7 +22,8 @@ from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.planned import exchanges_of, planner_of, rows_of_rank
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.run import Run
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.runtime.partners import Partners

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
+from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import project_qkv
 from megatron_ampipe.layers.linear_layers import transfers_apart
+from megatron_ampipe.layers.stage_functions import Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.saved_tensors import DroppedOutput, recomputed
 from megatron_ampipe.runtime.segment import KeyValueSums
