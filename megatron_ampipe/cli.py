@@ -14,11 +14,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron_ampipe import __version__
-from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
+from megatron_ampipe.errors import INTERRUPTED, AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.files import outputs
 from megatron_ampipe.tools import packages
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit code for a closed standard output (128 + SIGPIPE), as when ``head`` stops reading."""
 

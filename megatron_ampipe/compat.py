@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
 
-from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.errors import EnvironmentMissing, global_rank
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -250,7 +250,7 @@ def require_peers() -> None:
             f"{newer}. Run: pip install '{MEGATRON_REQUIREMENT}', or use a checkout of one of these; to try "
             f"{release} nevertheless, set {ALLOWED_MEGATRON}={release} on all ranks"
         )
-    if os.environ.get("RANK", "0") == "0":
+    if global_rank() == 0:
         warnings.warn(f"{newer}.", stacklevel=2)
 
 

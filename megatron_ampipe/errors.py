@@ -7,7 +7,11 @@ a traceback and exit with the code. Internal invariants are checked with ``asser
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Iterable
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C (128 + SIGINT)."""
 
 
 class AMPipeError(Exception):
@@ -46,6 +50,11 @@ class DifferenceFound(AMPipeError):
     """A check that compares two results found a difference."""
 
     exit_code = 4
+
+
+def global_rank() -> int:
+    """The rank of this process, as torchrun sets it; 0 without torchrun. Rank 0 prints what all would say."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_ampipe.errors import BadInput, did_you_mean
 
@@ -33,6 +33,8 @@ SHIPPED_GATES = {
 }
 """The routers of AMPipe by the name that users give. Their papers are in docs/gates.md."""
 
+ExchangeName = Literal["rows", "ranks", "nodes", "2dh"]
+"""How the all-to-all groups copies of a token; ``schedule.Exchange`` says what each means."""
 SHIPPED_WIRES = {
     "bf16": "megatron_ampipe.exchange.codecs:Bf16Wire",
     "fp8": "megatron_ampipe.exchange.codecs:Fp8Wire",
@@ -314,7 +316,7 @@ class Settings:
         "[`nodes`](exchange.md#two-classes-of-links) per node; "
         "[`2dh`](exchange.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
         "`--ampipe-degree auto`",
-        choices=("rows", "ranks", "nodes", "2dh", AUTO),
+        choices=(*get_args(ExchangeName), AUTO),
         in_plan=True,
         requires=("--ampipe-degree auto",),
         requires_for=AUTO,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows, issued, send_receive
-from megatron_ampipe.runtime.saved_tensors import recomputed
 
 # T rows of this rank, G rows of all ranks.
 
@@ -219,41 +217,10 @@ def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
 # R rows of the residual stream of one rank, P ranks.
 
 
-class RowTransfers:
-    """The transfers of rows between tensor-parallel ranks, in one pass of one micro-batch through a block.
-
-    ``keeps``: gathered rows are kept, so that the backward pass need not gather them again.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, keeps: bool) -> None:
-        self._group, self._keeps = group, keeps
-        # For each chunk, the rows that this rank owns, and a list for the rows of the second gather.
-        self._dropped: dict[int | None, tuple[Tensor, list[Tensor]]] = {}
-
-    def exchange(self, tensors: Sequence[Sequence[Tensor]], *, scatter: bool) -> Transfer:
-        """Start to all-gather ``[R, B, D]`` of each chunk to ``[P * R, B, D]``, or to reduce-scatter back."""
-        ranks = self._group.size() if scatter else 1
-        transports = [all_gather(rows.shape[0] // ranks, self._group) for (rows,) in tensors]
-        return exchange_chunks(transports, tensors, combine=scatter)
-
-    def gather(self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]]) -> Transfer:
-        """All-gather ``[R, B, D]`` of each chunk to ``[P * R, B, D]``."""
-        if not self._keeps:
-            self._dropped |= {chunk: (owned, []) for chunk, (owned,) in zip(chunks, tensors, strict=True)}
-        return self.exchange(tensors, scatter=False)
-
-    def regather(self, chunks: Sequence[int | None]) -> Transfer:
-        """Gather again, for the graph of the stage that ran within :meth:`dropped`."""
-        dropped = [self._dropped.pop(chunk) for chunk in chunks]
-        owned = [rows for rows, _ in dropped]
-        transfer = self.exchange([[rows] for rows in owned], scatter=False)
-        for (_, again), gathered in zip(dropped, transfer.outputs, strict=True):
-            again.append(gathered)
-        return replace(transfer, outputs=(), uses=(*owned, *transfer.uses, *transfer.outputs))
-
-    def dropped(self, chunk: int | None, gathered: Tensor) -> AbstractContextManager[None]:
-        """A context in which no graph saves the gathered rows of a chunk, unless ``keeps``."""
-        if self._keeps:
-            return nullcontext()
-        _, again = self._dropped[chunk]
-        return recomputed(gathered, lambda: again[0])
+def exchange_sequence_rows(
+    tensors: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, *, scatter: bool
+) -> Transfer:
+    """Start to all-gather ``[R, B, D]`` of each chunk to ``[P * R, B, D]``, or to reduce-scatter back."""
+    ranks = group.size() if scatter else 1
+    transports = [all_gather(rows.shape[0] // ranks, group) for (rows,) in tensors]
+    return exchange_chunks(transports, tensors, combine=scatter)

@@ -26,15 +26,16 @@ from typing import Any, NoReturn
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import (
+    INTERRUPTED,
     AMPipeError,
     BadInput,
     EnvironmentMissing,
     RunFailed,
     did_you_mean,
+    global_rank,
     nearest,
 )
 
-INTERRUPTED = 130
 PEER_GRACE_S = 20.0
 """How long the other ranks wait for rank 0 to print the message before they print it themselves."""
 PEER_LAG_S = 2.0
@@ -64,7 +65,7 @@ def run_to_end(work: Callable[[], int]) -> int:
             signal.signal(signal.SIGINT, _interrupt)
         return work()
     except KeyboardInterrupt:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if global_rank() == 0:
             again = "A run that was started with --save continues from its last checkpoint with --load."
             print(f"\ninterrupted. {again}", file=sys.stderr, flush=True)
         return INTERRUPTED
@@ -107,7 +108,7 @@ def end_with(error: AMPipeError) -> int:
     Rank 0 prints the message. torchrun kills all ranks as soon as one has exited, so the other ranks wait
     until they are killed. If only one of them has failed, it is not killed, and prints the message itself.
     """
-    prints = int(os.environ.get("RANK", "0")) == 0
+    prints = global_rank() == 0
     if not prints:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
     _leave_for_torchrun(f"error: {error}")
@@ -123,7 +124,7 @@ def end_with(error: AMPipeError) -> int:
 def end_after_failure(error: BaseException) -> int:
     """Print an exception with a summary, and return the exit code of a failed run."""
     traceback.print_exception(error)
-    trace, rank = "".join(traceback.format_exception(error)), os.environ.get("RANK", "0")
+    trace, rank = "".join(traceback.format_exception(error)), global_rank()
     if lost_a_peer(error):
         message = (
             f"error: rank {rank} failed: it has lost a peer, see above. The cause is in that peer's output."
@@ -349,5 +350,5 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
             (action.help or "") % vars(action)
         except (ValueError, TypeError, KeyError):
             action.help = (action.help or "").replace("%", "%%")
-    if int(os.environ.get("RANK", "0")) != 0:
+    if global_rank() != 0:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]

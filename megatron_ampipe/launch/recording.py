@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.errors import RunFailed, global_rank
 from megatron_ampipe.exchange.codecs import Condenser
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch.auto import print_on_first_rank
@@ -129,7 +128,7 @@ class Recording(Hook):
         """Write this rank's trace, if there is one, also after a failure."""
         if self._folder is not None:
             # The process group may have been destroyed already.
-            rank = int(os.environ.get("RANK", "0"))
+            rank = global_rank()
             timeline = self._context.recorder.timeline(rank=rank, labels=self._context.pipeline.labels)
             if timeline.spans:
                 timeline.write_chrome(self._folder / f"rank{rank}.trace.json")

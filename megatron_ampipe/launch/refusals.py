@@ -22,7 +22,7 @@ from megatron_ampipe.launch.planned import (
     setting_of_plan,
     waits_for_stage,
 )
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, chunk_strategies
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, Saved, chunk_strategies
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import (
     OTHER_FP8_RECIPE,
@@ -206,7 +206,7 @@ def _partner_flag(args: Any) -> str | None:
 def _resends(memory: str | None) -> bool:
     """Whether tokens of a chunk are (or may be) redispatched with this ``--ampipe-memory``."""
     return memory == AUTO or any(
-        "redispatch" in STRATEGIES[name] for name in chunk_strategies(memory or KEEP)
+        STRATEGIES[name].tokens is Saved.RESEND for name in chunk_strategies(memory or KEEP)
     )
 
 

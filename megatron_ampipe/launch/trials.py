@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.search import MINIMUM_SAVING
 from megatron_ampipe.schedule import Pipeline, even_chunks
 from megatron_ampipe.schedule.chunks import have_whole_tiles
 
@@ -29,9 +30,6 @@ ROUNDS = 3
 
 DROPPED_FACTOR = 1.5
 """A candidate is dropped if it takes more than this factor times the best time, in both directions."""
-
-MINIMUM_GAIN = 0.01
-"""A candidate with a higher degree, or later in the list, has to save at least this share of the time."""
 
 
 Planner = Callable[[Shape], Plan]
@@ -78,10 +76,10 @@ class Trials:
         yield from self._timed(pipelines)
         best = self._fastest(pipelines)
         pair, saved = self._best_pair(best, schedule=pipelines[-1].schedule)
-        if pair not in pipelines and saved > MINIMUM_GAIN:
+        if pair not in pipelines and saved > MINIMUM_SAVING:
             # Combining different degrees costs time (smaller GEMMs, copies), so the pair is tried as well.
             yield from self._timed([best, pair])
-            if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
+            if self._total_us(pair) < (1 - MINIMUM_SAVING) * self._total_us(best):
                 best = pair
         self.choice = Plan(pipeline=best, reason=self._reason(best))
         while True:
@@ -115,7 +113,7 @@ class Trials:
         same.sort(key=lambda pipeline: pipeline.degree)
         fastest, predicted_us = [], 0.0
         for way in (0, 1):
-            limit = (1 + MINIMUM_GAIN) * min(self._median_us(pipeline, way) for pipeline in same)
+            limit = (1 + MINIMUM_SAVING) * min(self._median_us(pipeline, way) for pipeline in same)
             fastest.append(next(pipeline for pipeline in same if self._median_us(pipeline, way) <= limit))
             predicted_us += self._median_us(fastest[-1], way)
         pair = replace(fastest[0], backward_degree=fastest[1].degree)
@@ -123,7 +121,7 @@ class Trials:
 
     def _fastest(self, pipelines: Sequence[Pipeline]) -> Pipeline:
         """The lowest degree that is about as fast as the best; at degree 1, prefer Megatron's own layer."""
-        limit = (1 + MINIMUM_GAIN) * min(map(self._total_us, pipelines))
+        limit = (1 + MINIMUM_SAVING) * min(map(self._total_us, pipelines))
         good = [pipeline for pipeline in pipelines if self._total_us(pipeline) <= limit]
         return min(good, key=lambda pipeline: (pipeline.degree, not pipeline.is_stock))
 

@@ -7,19 +7,20 @@ context-parallel or tensor-parallel ranks are separate stages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_ampipe.exchange.transports import exchange_sequence_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import project_qkv
 from megatron_ampipe.layers.linear_layers import transfers_apart
 from megatron_ampipe.layers.stage_functions import Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
-from megatron_ampipe.runtime.saved_tensors import DroppedOutput, recomputed
+from megatron_ampipe.runtime.saved_tensors import DroppedOutput, RecomputedTensors
 from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Direction, kinds
 
@@ -47,35 +48,32 @@ def _read_by_add_norm(block: BlockModules) -> list[Module | Parameter | None]:
 
 
 @runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm], graph="attn")
-def input_norm(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
+def input_norm(
+    state: BlockPass, chunk: int | None, hidden: Tensor, *, norm: DroppedOutput | None = None
+) -> tuple[Tensor, ...]:
     """Normalize ``[rows, B, D]``."""
-    norm = state.block.attention_layer.input_layernorm
-    if state.block.drops_input and torch.is_grad_enabled():
-        # The output is kept for ``regather_rows``.
-        return (DroppedOutput(norm).compute(hidden),)
-    return (norm(hidden),)
+    return (_normalize(state.block.attention_layer.input_layernorm, hidden, norm),)
 
 
-@runs(kinds.GATHER_ROWS)
+def _normalize(module: Module, rows: Tensor, norm: DroppedOutput | None) -> Tensor:
+    """Apply a norm, whose output is not saved with ``norm``."""
+    output: Tensor = module(rows) if norm is None else norm.compute(module, rows)
+    return output
+
+
+@runs(kinds.GATHER_ROWS, kinds.REGATHER_ROWS)
 def gather_rows(
     state: BlockPass, chunks: Sequence[int | None], tensors: Tensors, direction: Direction
 ) -> Transfer:
     """All-gather the output of :func:`input_norm`, ``[rows, B, D]``, to ``[ranks * rows, B, D]``."""
-    if direction is Direction.FORWARD:
-        return state.row_transfers.gather(chunks, tensors)
-    return state.row_transfers.exchange(tensors, scatter=True)
+    group, backward = state.block.row_group, direction is Direction.BACKWARD
+    return exchange_sequence_rows(tensors, group, scatter=backward)
 
 
-@runs(kinds.REGATHER_ROWS)
-def regather_rows(
-    state: BlockPass, chunks: Sequence[int | None], tensors: Tensors, direction: Direction
-) -> Transfer:
-    """Gather the same rows again, for the backward of :func:`qkv`."""
-    return state.row_transfers.regather(chunks)
-
-
-@runs(kinds.QKV, reads=_read_by_qkv, recompute=("mla_up_proj",), graph="attn")
-def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
+@runs(kinds.QKV, reads=_read_by_qkv, graph="attn")
+def qkv(
+    state: BlockPass, chunk: int | None, hidden: Tensor, *, norm: DroppedOutput | None = None
+) -> tuple[Tensor, ...]:
     """Project ``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
     layer = state.block.attention_layer
     project = functools.partial(
@@ -88,11 +86,12 @@ def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ..
         gathered=not state.features.ring,
     )
     if state.features.gathers_rows:
-        dropped = state.row_transfers.dropped(chunk, hidden)
-        with transfers_apart(layer.self_attention.linear_qkv), dropped:
+        with transfers_apart(layer.self_attention.linear_qkv):
             query, key, value = project(hidden)
+    elif norm is None:
+        query, key, value = project(layer.input_layernorm(hidden))
     else:
-        query, key, value = _project_normed(state, project, hidden)
+        query, key, value = norm.compute_and_feed(layer.input_layernorm, hidden, project)
     if state.features.ring:
         # Views would keep the joint projection alive.
         return query.contiguous(), key.contiguous(), value.contiguous()
@@ -101,18 +100,6 @@ def qkv(state: BlockPass, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ..
         # projection would keep a second copy of both alive.
         query = query.contiguous()
     return query, key, value
-
-
-def _project_normed(
-    state: BlockPass, project: Callable[[Tensor], tuple[Tensor, ...]], hidden: Tensor
-) -> tuple[Tensor, ...]:
-    norm = state.block.attention_layer.input_layernorm
-    if not (state.block.drops_input and torch.is_grad_enabled()):
-        return project(norm(hidden))
-    dropped = DroppedOutput(norm)
-    normed = dropped.compute(hidden)
-    with recomputed(normed, dropped.recompute):
-        return project(normed)
 
 
 def attend_backward(
@@ -165,7 +152,13 @@ def rering(state: BlockPass, chunks: Sequence[None], tensors: Tensors, direction
 
 @runs(kinds.ATTENTION, reads=_read_by_attention, graph="attn")
 def attention(
-    state: BlockPass, chunk: int | None, query: Tensor, *rest: Tensor, sums: KeyValueSums | None = None
+    state: BlockPass,
+    chunk: int | None,
+    query: Tensor,
+    *rest: Tensor,
+    sums: KeyValueSums | None = None,
+    core: RecomputedTensors | None = None,
+    norm: DroppedOutput | None = None,
 ) -> tuple[Tensor, ...]:
     """Core attention, projection, residual and norm of one chunk: ``(residual, normed)``, ``[rows, B, D]``.
 
@@ -178,6 +171,8 @@ def attention(
         rest: Keys and values of all rows that the chunk sees, or the output of the last :func:`attend`; then
             the chunk's rows of the residual stream, unless :func:`scatter_rows` is a stage.
         sums: Where the backward adds the gradients of keys and values, instead of returning them.
+        core: Runs core attention, if what it saves is recomputed.
+        norm: Runs the norm, if its output is recomputed.
     """
     layer = state.block.attention_layer
     attended, hidden = (rest, None) if state.features.row_links else (rest[:-1], rest[-1])
@@ -186,14 +181,14 @@ def attention(
         (context,) = attended
     else:
         spans, documents = state.rows_of(chunk).queries, state.documents
-        context = state.attend(query, *attended, spans=spans, documents=documents, sums=sums)
+        context = state.attend(query, *attended, spans=spans, documents=documents, sums=sums, core=core)
     if gate:
         context = layer.self_attention._apply_output_gate(context, *gate)
     projection = layer.self_attention.linear_proj
     if hidden is None:
         with transfers_apart(projection):
             return (projection(context)[0],)
-    return _add_norm(state, chunk, projection(context), hidden)
+    return _add_norm(state, projection(context), hidden, norm)
 
 
 @runs(kinds.SCATTER_ROWS)
@@ -201,29 +196,35 @@ def scatter_rows(
     state: BlockPass, chunks: Sequence[int | None], tensors: Tensors, direction: Direction
 ) -> Transfer:
     """Reduce-scatter partial sums of the projection, ``[ranks * rows, B, D]``, to ``[rows, B, D]``."""
-    return state.row_transfers.exchange(tensors, scatter=direction is Direction.FORWARD)
+    group, forward = state.block.row_group, direction is Direction.FORWARD
+    return exchange_sequence_rows(tensors, group, scatter=forward)
 
 
 @runs(kinds.ADD_NORM, reads=_read_by_add_norm, graph="attn")
-def add_norm(state: BlockPass, chunk: int | None, *rows: Tensor) -> tuple[Tensor, ...]:
+def add_norm(
+    state: BlockPass, chunk: int | None, *rows: Tensor, norm: DroppedOutput | None = None
+) -> tuple[Tensor, ...]:
     """Add ``[rows, B, D]`` to the residual stream and normalize: ``(residual, normed)``, same shapes.
 
     A block without attention is given only the residual stream.
     """
     *projected, hidden = rows
     if not projected:
-        return hidden, state.normed(chunk, hidden)
+        return hidden, _normalize(state.block.moe_layer.pre_mlp_layernorm, hidden, norm)
     # Hooks need no wait: the same chunk has called the module of this bias before.
     bias = state.block.attention_layer.self_attention.linear_proj.bias
-    return _add_norm(state, chunk, (*projected, bias), hidden)
+    return _add_norm(state, (*projected, bias), hidden, norm)
 
 
 def _add_norm(
-    state: BlockPass, chunk: int | None, output_with_bias: tuple[Tensor, Tensor | None], hidden: Tensor
+    state: BlockPass,
+    output_with_bias: tuple[Tensor, Tensor | None],
+    hidden: Tensor,
+    norm: DroppedOutput | None,
 ) -> tuple[Tensor, ...]:
     block = state.block
     residual = block.add_residual(block.attention_layer.self_attn_bda, output_with_bias, hidden)
-    return residual, state.normed(chunk, residual)
+    return residual, _normalize(block.moe_layer.pre_mlp_layernorm, residual, norm)
 
 
 def _gate_apart(state: BlockPass, query: Tensor) -> tuple[Tensor, ...]:

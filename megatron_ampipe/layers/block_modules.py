@@ -44,14 +44,16 @@ from megatron_ampipe.runtime.groups import made_group
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import BlockParameters, WeightProducts
 from megatron_ampipe.schedule import (
+    KEEP,
     BlockFeatures,
     Exchange,
     Pipeline,
+    RecomputeRequest,
     StageKind,
     data_flow,
+    decide,
     kinds,
     with_exchange,
-    with_memory,
 )
 from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import WEIGHTS_TOGETHER, features_of_settings
@@ -79,7 +81,7 @@ class BlockModules:
         recomputed: bool = False,
     ) -> None:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
-        self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
+        self.config, self.context = moe_layer.config, context
         self.dense = not moe_layer.is_moe_layer
         self.attends = isinstance(attention_layer.self_attention, Attention)
         """Whether the block includes attention."""
@@ -90,20 +92,15 @@ class BlockModules:
             {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
         )
         """Megatron's names of the modules that are recomputed in the backward pass."""
-        self.recomputed = self._recomputed_kinds()
         precision.check_recipe(self.config)
-        self.drops_activations = "moe_act" in self._recomputes and kinds.EXPERT not in self.recomputed
-        """Whether the activation function of the experts is recomputed (``ActivationTensors``)."""
+        if self.attends and "mla_up_proj" in self._recomputes:
+            attention_layer.self_attention.recompute_up_proj = False
+        self._recompute = self._requested_recompute(full=recomputed)
         # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
         """Gives the dispatcher of an :class:`~megatron_ampipe.schedule.Exchange`; each chunk copies it."""
         self.attend = cache(self._make_attention)
         """Gives core attention of a chunk, from ``(on_gpu, documents)``."""
-        recomputes_qkv = kinds.QKV in self.recomputed
-        self.drops_input = attention_layer.recompute_input_layernorm and not recomputes_qkv
-        """Whether the backward pass recomputes the input norm of attention (``DroppedOutput``)."""
-        self.drops_normed = bool(moe_layer.recompute_pre_mlp_layernorm)
-        """Whether it recomputes the norm before the router and the experts."""
         self._features = cache(self._make_features)
         self._reads_mask = self.attends and reads_mask(attention_layer.self_attention)
         if self.scatters_rows:
@@ -116,12 +113,16 @@ class BlockModules:
         # Scripts may wrap and replace modules before the first pass.
         self._forget("_read")
 
-    def _recomputed_kinds(self) -> frozenset[StageKind]:
-        """Kinds that are recomputed as whole stages; ``ChunkAttention`` recomputes core attention."""
-        if self.attends and "mla_up_proj" in self._recomputes:
-            self.attention_layer.self_attention.recompute_up_proj = False
-        return frozenset(
-            kind for kind, function in FUNCTIONS.items() if self._recomputes & {*function.recompute}
+    def _requested_recompute(self, *, full: bool) -> RecomputeRequest:
+        """What Megatron's recompute flags ask of the layers, which know where a flag applies."""
+        modules = self._recomputes - {"core_attn"}
+        if self.attends and self.attention_layer.self_attention.checkpoint_core_attention:
+            modules.add("core_attn")
+        return RecomputeRequest(
+            full=full,
+            modules=frozenset(modules),
+            input_norm=bool(self.attention_layer.recompute_input_layernorm),
+            pre_mlp_norm=bool(self.moe_layer.recompute_pre_mlp_layernorm),
         )
 
     def _make_dispatcher(self, exchange: Exchange) -> Dispatcher:
@@ -174,19 +175,20 @@ class BlockModules:
         trains = training and with_graph
         # As in the stock router: a forward pass without a graph (before a recompute) adds and logs no loss.
         features = self._features_of_settings(with_losses=trains, shares_schedule=shares)
-        features = replace(
-            features,
-            recomputed=self._is_recomputed and trains,
-            drops_normed=self.drops_normed and with_graph,
-            gathers_rows=features.gathers_rows and self._gathers_rows,
-        )
+        features = replace(features, gathers_rows=features.gathers_rows and self._gathers_rows)
         features = with_exchange(features, pipeline.exchange)
         if not with_graph:
             return features
+        saved = decide(
+            replace(self._recompute, full=self._recompute.full and trains),
+            memory=KEEP if features.dense else pipeline.memory,
+            uses_ring=features.ring,
+        )
+        features = replace(features, saved=saved)
         if reductions is not None:
             reduces_experts = not features.dense and reductions.with_experts
             features = replace(features, reduces=True, reduces_experts=reduces_experts)
-        return with_memory(features, pipeline.memory)
+        return features
 
     def _features_of_settings(self, *, with_losses: bool, shares_schedule: bool) -> BlockFeatures:
         features = features_of_settings(
@@ -207,7 +209,7 @@ class BlockModules:
     @property
     def recomputes(self) -> bool:
         """Whether the backward pass will run the current forward pass again."""
-        return self._is_recomputed and self.moe_layer.training and torch.is_grad_enabled()
+        return self._recompute.full and self.moe_layer.training and torch.is_grad_enabled()
 
     @property
     def draws(self) -> bool:

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.codecs import Condensed
-from megatron_ampipe.exchange.transports import RowTransfers
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.runtime.block_functions import Function
-from megatron_ampipe.runtime.moves import join, take_rows
-from megatron_ampipe.runtime.saved_tensors import DroppedOutput
 from megatron_ampipe.schedule import BlockFeatures, Chunk, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What the passes of one micro-batch through the blocks of a stack share.
+
+    Attributes:
+        chunks: The chunks of the sequence.
+        whole: All of its rows as one chunk.
+        rotary_pos_emb: As in Megatron.
+        documents: The documents of the micro-batch; None if there are no bounds.
+        token_ids: ``[S, B]``; None unless a router reads ids.
+    """
+
+    chunks: Sequence[Chunk]
+    whole: Chunk
+    rotary_pos_emb: RotaryEmbedding | None
+    documents: Documents | None
+    token_ids: Tensor | None
 
 
 class BlockPass:
     """The first argument of every stage function (``runtime.block_functions.BlockState``).
 
-    ``documents`` is None unless attention stays within documents; ``token_ids [S, B]`` is None unless a
-    router reads ids.
+    ``documents`` is None unless attention of this block stays within documents.
     """
 
     ring: RingAttention
-    row_transfers: RowTransfers
     chosen: Tensor
     """The routing map of all chunks if the router chooses for all at once, ``[S * B, E]`` bool."""
     is_again = False
@@ -40,26 +54,19 @@ class BlockPass:
         block: BlockModules,
         features: BlockFeatures,
         hidden: Tensor,
-        *,
-        chunks: Sequence[Chunk],
-        whole: Chunk,
-        rotary_pos_emb: RotaryEmbedding | None,
-        documents: Documents | None,
-        token_ids: Tensor | None,
+        micro_batch: MicroBatch,
     ) -> None:
         block.begin_micro_batch()
-        self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
-        self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
+        self.block, self.features = block, features
+        self.chunks, self.whole = micro_batch.chunks, micro_batch.whole
+        self.rotary_pos_emb, self.token_ids = micro_batch.rotary_pos_emb, micro_batch.token_ids
+        self.documents = block.separate(micro_batch.documents)
         if features.attention:
-            self.attend = block.attend(hidden.is_cuda, documents is not None)
+            self.attend = block.attend(hidden.is_cuda, self.documents is not None)
             self.ring_ranks = block.attention_layer.pg_collection.cp
-        if features.row_links:
-            keeps = features.recomputed or not torch.is_grad_enabled()
-            self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
-        self.draws = features.recomputed and block.draws
+        self.draws = features.saved.recomputes_block and block.draws
         # The random states of the stages that will be recomputed.
         self._states: dict[object, tuple[object, ...]] = {}
-        self._normed: dict[int | None, DroppedOutput] = {}
         self._num_rows, self._batch = hidden.shape[:2]
         self._begin()
 
@@ -104,35 +111,6 @@ class BlockPass:
                 return function(*args, **kwargs)
 
         return run
-
-    def normed(self, chunk: int | None, residual: Tensor) -> Tensor:
-        """Apply the norm before the MoE layer to ``[rows, B, D]``."""
-        norm = self.block.moe_layer.pre_mlp_layernorm
-        if not self.features.drops_normed:
-            output: Tensor = norm(residual)
-            return output
-        self._normed[chunk] = DroppedOutput(norm)
-        return self._normed[chunk].compute(residual)
-
-    def normed_again(self, chunk: int | None) -> Tensor:
-        """Recompute in the backward pass the output of :meth:`normed`, for a chunk or the whole sequence."""
-        norms = self._normed
-        if chunk in norms:
-            return norms[chunk].recompute()
-        if chunk is not None:
-            return take_rows(norms[None].recompute(), self.chunks[chunk].hidden)
-        parts = [norms[index].recompute() for index in range(len(self.chunks))]
-        return join(None, [part.hidden for part in self.chunks], self._num_rows, *parts)
-
-    def recall(
-        self, kind: StageKind, chunk: int | None, inputs: Sequence[Tensor]
-    ) -> Callable[[], Sequence[Tensor]]:
-        """See ``BlockState``."""
-        kept = [tensor.detach() for tensor in inputs]
-        if not (self.features.drops_normed and kind.takes[0] == kinds.NORMED):
-            return lambda: kept
-        del kept[0]
-        return lambda: [self.normed_again(chunk), *kept]
 
     def rows_of(self, chunk: int | None) -> Chunk:
         """The chunk with this index; the whole sequence if None."""

@@ -25,7 +25,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.backends import EXACT_PIECES
@@ -34,6 +33,7 @@ from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.runtime.moves import take_rows
+from megatron_ampipe.runtime.saved_tensors import RecomputedTensors
 from megatron_ampipe.runtime.segment import KeyValueSums
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.chunks import Documents
@@ -190,7 +190,6 @@ class ChunkAttention:
         calls_module = kernel == TRANSFORMER_ENGINE
         self._kernel = Kernel(self._transformer_engine) if calls_module else KERNELS[kernel]
         self._scale = _scale(attention)
-        self._recompute = bool(attention.checkpoint_core_attention)
         self._sequence_parallel = config.sequence_parallel
         # Transformer Engine's module applies dropout, sinks and window itself.
         is_kernel = not calls_module
@@ -212,8 +211,12 @@ class ChunkAttention:
         spans: tuple[Span, ...],
         documents: Documents | None = None,
         sums: KeyValueSums | None = None,
+        core: RecomputedTensors | None = None,
     ) -> Tensor:
-        """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
+        """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``.
+
+        ``core`` runs it, if what it saves is recomputed.
+        """
         dropout = self._dropout if self._core.training else 0.0
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -236,21 +239,10 @@ class ChunkAttention:
                     **options,
                 )
 
-        if self._recompute and torch.is_grad_enabled():
-            # Not Megatron's checkpoint function: it calls ``backward`` inside its backward, which fails under
-            # ``torch.autograd.grad``, with which stages are differentiated.
-            states = random._get_all_rng_states()
-            output: Tensor = checkpoint(
-                attend,
-                query,
-                key,
-                value,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=lambda: (contextlib.nullcontext(), random_states(states)),
-            )
-            return output
-        return attend(query, key, value)
+        if core is None:
+            return attend(query, key, value)
+        same_random_states = functools.partial(random_states, random._get_all_rng_states())
+        return core.run(attend, query, key, value, within=same_random_states)
 
     def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
         """The ring attention of one pass: to the keys of one rank after another."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.runtime.saved_tensors import InnerTensors
+from megatron_ampipe.runtime.saved_tensors import ExpertTensors
 from megatron_ampipe.runtime.segment import DelayedTensors, WeightProducts
 
 _LOCAL = (ColumnParallelLinear, RowParallelLinear)
@@ -96,7 +96,7 @@ def expert_products(experts: Module) -> Products:
 
 
 @contextlib.contextmanager
-def products_run_by(inner: InnerTensors | None, products: Products) -> Iterator[None]:
+def products_run_by(inner: ExpertTensors | None, products: Products) -> Iterator[None]:
     """A context in which ``inner`` runs the forward of these layers; changes nothing if it is None."""
     if inner is None:
         yield

@@ -8,8 +8,7 @@ Megatron's forward hooks wait for the parameters under ``--overlap-param-gather`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Concatenate
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.layers.stage_functions import Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.moves import take_rows
-from megatron_ampipe.runtime.saved_tensors import ActivationTensors, InnerTensors, recomputed
-from megatron_ampipe.runtime.segment import with_history
+from megatron_ampipe.runtime.saved_tensors import ExpertTensors, InnerTensors
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
@@ -38,25 +36,7 @@ def _read_by_route(block: BlockModules) -> list[Module]:
     return [*router, block.moe.fc1_latent_proj] if block.is_latent else router
 
 
-def _drops_normed[C: (int, None), **P](
-    function: Callable[Concatenate[BlockPass, C, Tensor, P], tuple[Tensor, ...]],
-) -> Callable[Concatenate[BlockPass, C, Tensor, P], tuple[Tensor, ...]]:
-    """Decorate a stage so that its graph does not save its first input, ``normed``, if it is recomputed."""
-
-    @functools.wraps(function)
-    def run(
-        state: BlockPass, chunk: C, normed: Tensor, /, *others: P.args, **options: P.kwargs
-    ) -> tuple[Tensor, ...]:
-        if not state.features.drops_normed:
-            return function(state, chunk, normed, *others, **options)
-        with recomputed(normed, functools.partial(state.normed_again, chunk)):
-            return function(state, chunk, normed, *others, **options)
-
-    return run
-
-
 @runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
-@_drops_normed
 def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
     """Route all chunks at once: ``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``."""
     probs, state.chosen, logits = state.block.moe.router(
@@ -66,7 +46,6 @@ def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
 
 
 @runs(kinds.ROUTE, reads=_read_by_route, graph="moe_router")
-@_drops_normed
 def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
     """Route and permute ``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
 
@@ -124,10 +103,8 @@ def losses(state: BlockPass, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]
 @runs(
     kinds.SHARED,
     reads=lambda block: [block.moe.shared_experts],
-    recompute=("moe", "shared_experts"),
     graph="moe_router",
 )
-@_drops_normed
 def shared(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
     """Apply the shared experts to ``[rows, B, D]``."""
     return (state.block.moe.shared_experts(normed),)
@@ -208,40 +185,27 @@ def scatter(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction
     return gather(state, chunks, tensors, _OPPOSITE[direction])
 
 
-@runs(kinds.EXPERT, reads=lambda block: [block.moe.experts], recompute=("moe",))
+@runs(kinds.EXPERT, reads=lambda block: [block.moe.experts])
 def expert(
-    state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
+    state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: ExpertTensors | None = None
 ) -> tuple[Tensor, ...]:
-    """Apply the local experts to received tokens ``[T, D]``."""
-    dispatcher = state.dispatchers[chunk]
-    if inner is None:
-        return (dispatcher.combine_preprocess(_experts(state, chunk, tokens, probs, None)),)
-    with inner.dropped():
-        return (dispatcher.combine_preprocess(_experts(state, chunk, tokens, probs, inner)),)
+    """Apply the local experts to received tokens ``[T, D]``; ``inner`` runs them, if they save less."""
+    output = _experts(state, chunk, tokens, probs, inner)
+    return (state.dispatchers[chunk].combine_preprocess(output),)
 
 
 def _experts(
-    state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, inner: InnerTensors | None
+    state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, inner: ExpertTensors | None
 ) -> Tensor:
     tokens, tokens_per_expert, probs = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
-    if inner is not None:
-        inner.sorted(tokens)
-    elif state.block.drops_activations and torch.is_grad_enabled():
-        # Detached, as the recompute must not keep the graph of the arguments.
-        block, inputs = state.block, (tokens.detach(), probs.detach())
-
-        def again(activations: InnerTensors) -> None:
-            tokens, probs = with_history(inputs)
-            _products(block, tokens, tokens_per_expert, probs, activations)
-
-        activations = ActivationTensors(block.stage_parameters[kinds.EXPERT], again)
-        with activations.dropped():
-            return _products(block, tokens, tokens_per_expert, probs, activations)
-    return _products(state.block, tokens, tokens_per_expert, probs, inner)
+    if inner is None:
+        return _products(state.block, tokens_per_expert, None, tokens, probs)
+    products = functools.partial(_products, state.block, tokens_per_expert, inner)
+    return inner.run(products, tokens, probs)
 
 
 def _products(
-    block: BlockModules, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, inner: InnerTensors | None
+    block: BlockModules, tokens_per_expert: Tensor, inner: ExpertTensors | None, tokens: Tensor, probs: Tensor
 ) -> Tensor:
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
     stock = replaced((block.moe.experts, "activation_recompute", False))
@@ -253,29 +217,22 @@ def _products(
 
 
 @runs(kinds.REPERMUTE)
-def repermute(state: BlockPass, chunk: int, *normed: Tensor) -> tuple[Tensor, ...]:
-    """Permute ``[rows, B, D]``, recomputed if not given, again to the tokens ``[T, D]`` of ``route``."""
-    rows = normed[0] if normed else state.normed_again(chunk)
-    return (state.dispatchers[chunk].tokens_again(_narrowed(state.block, rows)),)
+def repermute(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
+    """Permute ``[rows, B, D]`` again to the tokens ``[T, D]`` of ``route``."""
+    return (state.dispatchers[chunk].tokens_again(_narrowed(state.block, normed)),)
 
 
 @runs(kinds.REBUILD)
-def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
+def rebuild(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> None:
     """Run the experts again up to their second linear layer, to rebuild the tensors of ``inner``."""
-    with inner.restored():
-        received, received_probs = with_history([tokens, probs])
-        _experts(state, chunk, received, received_probs, inner)
-    return ()
+    _experts(state, chunk, tokens, probs, inner)
 
 
 @runs(kinds.RESORT)
-def resort(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
+def resort(state: BlockPass, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> None:
     """Sort redispatched tokens ``[T, D]`` by expert again, for ``inner``."""
-    with inner.restored():
-        received, received_probs = with_history([tokens, probs])
-        sorted_tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(received, received_probs)
-        inner.sorted(sorted_tokens)
-    return ()
+    sorted_tokens, *_ = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
+    inner.sorted(sorted_tokens)
 
 
 @runs(kinds.COMBINE)
@@ -321,8 +278,7 @@ def merge(
     return (block.add_residual(block.moe_layer.mlp_bda, (output, None), residual),)
 
 
-@runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",), graph="mlp")
-@_drops_normed
+@runs(kinds.MLP, reads=lambda block: [block.moe], graph="mlp")
 def mlp(state: BlockPass, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     """Apply the MLP of a layer without experts to ``[rows, B, D]``, and add the residual."""
     layer = state.block.moe_layer

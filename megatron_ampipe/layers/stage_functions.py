@@ -31,8 +31,6 @@ class StageFunction:
     run: Function
     reads: Reads = lambda _: ()
     """Gives the modules of a block that the function calls, and the parameters that it reads directly."""
-    recompute: tuple[str, ...] = ()
-    """Values of Megatron's ``--recompute-modules`` that make the stage run again before its backward."""
     backward: Function | None = None
     """The backward function of a kind with ``own_backward``; None if autograd differentiates ``run``."""
     graph: str | None = None
@@ -47,7 +45,6 @@ class StageOptions(TypedDict, total=False):
     """The fields of a :class:`StageFunction` beyond its function."""
 
     reads: Reads
-    recompute: tuple[str, ...]
     backward: Function | None
     graph: str | None
 

@@ -20,6 +20,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.schedule.chunks import cut, have_whole_tiles
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
+from megatron_ampipe.schedule.saved import RecomputeRequest, decide
 
 PROBABILITY_BYTES = 4
 FLEX_BACKENDS = get_args(FlexBackend)
@@ -201,7 +202,7 @@ class Block:
         return replace(
             features_of_settings(self.settings, own, shares_schedule=shares_schedule, local=self.local),
             # Layers that share a schedule recompute inside it.
-            recomputed=shares_schedule and self.recomputes,
+            saved=decide(RecomputeRequest(full=shares_schedule and self.recomputes)),
             reduces=self.places_reductions,
             reduces_experts=self.places_reductions and self.expert_replicas > 1,
         )

@@ -47,7 +47,7 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.schedule.dataflow import AHEAD
-from megatron_ampipe.schedule.features import Restored
+from megatron_ampipe.schedule.saved import ExpertsSaved, Saved
 from megatron_ampipe.schedule.stage_kind import StageKind
 
 
@@ -286,7 +286,7 @@ class _PipelinedLayer(_Layer):
                     experts += self._being_stored(chunk, chunks)
         # What has arrived, sorted, and what it is computed from.
         running = self._computing_experts() + sizes.copies + sizes.arrived * sizes.sorts
-        if Restored.REBUILD not in self._restored(moment.chunk, chunks):
+        if self._policy(moment.chunk, chunks).inner is not Saved.RECOMPUTE:
             running += sizes.inner - sizes.recomputed
         return Alive(
             outside=sizes.saved_outside_experts,
@@ -311,28 +311,28 @@ class _PipelinedLayer(_Layer):
             running=self._running(moment),
         )
 
-    def _restored(self, chunk: int, chunks: int) -> frozenset[Restored]:
-        """How the experts of one of so many chunks restore what they do not save."""
+    def _policy(self, chunk: int, chunks: int) -> ExpertsSaved:
+        """What the experts of one of so many chunks save."""
         names = chunk_strategies(self.pipeline.memory)
-        return frozenset(STRATEGIES[names[chunk * len(names) // chunks]])
+        return STRATEGIES[names[chunk * len(names) // chunks]]
 
     def _saved_by_experts(self, chunk: int, chunks: int) -> float:
         """What the experts save of a chunk for the backward pass, on the device."""
-        sizes, restored = self.sizes, self._restored(chunk, chunks)
+        sizes, policy = self.sizes, self._policy(chunk, chunks)
         saved = 0.0
-        if not restored:
+        if policy == ExpertsSaved():
             saved = sizes.copies + self._probabilities() + sizes.inner - sizes.recomputed
-        elif restored == {Restored.REBUILD}:
+        elif policy.only_recomputes:
             saved = sizes.arrived + self._probabilities()
         return saved / chunks
 
     def _being_stored(self, chunk: int, chunks: int) -> float:
         """What has not been copied to host memory yet when the experts of the next chunk run."""
-        sizes, restored = self.sizes, self._restored(chunk, chunks)
+        sizes, policy = self.sizes, self._policy(chunk, chunks)
         stored = 0.0
-        if Restored.OFFLOAD in restored:
-            stored += sizes.inner + sizes.copies * (Restored.REDISPATCH not in restored)
-        if Restored.OFFLOAD_TOKENS in restored:
+        if policy.inner is Saved.HOST:
+            stored += sizes.inner + sizes.copies * (policy.tokens is not Saved.RESEND)
+        if policy.stores_tokens:
             stored += sizes.arrived
         return stored / chunks
 
@@ -341,19 +341,19 @@ class _PipelinedLayer(_Layer):
         if moment.has_ended(kinds.EXPERT, chunk):
             return 0.0
         chunks, sizes = self.pipeline.backward_degree, self.sizes
-        restored = self._restored(chunk, chunks)
+        policy = self._policy(chunk, chunks)
         saved = self._saved_by_experts(chunk, chunks)
-        if not restored:
+        if policy == ExpertsSaved():
             return saved
         restorer, sorter = kinds.REBUILD, kinds.REBUILD
-        if Restored.OFFLOAD in restored:
+        if policy.inner is Saved.HOST:
             restorer = kinds.LOAD
-            sorter = kinds.RESORT if Restored.REDISPATCH in restored else kinds.LOAD
+            sorter = kinds.RESORT if policy.tokens is Saved.RESEND else kinds.LOAD
         if sizes.sorts and moment.has_ended(kinds.REBUILD, chunk):
             # They are needed as they have arrived only to be sorted.
             saved = self._probabilities() / chunks
         again = sizes.inner * _has_begun(moment, restorer, chunk)
-        if sizes.sorts or Restored.REBUILD not in restored or len(restored) > 1:
+        if sizes.sorts or not policy.only_recomputes:
             again += sizes.copies * _has_begun(moment, sorter, chunk)
         return saved + again / chunks
 
@@ -465,8 +465,9 @@ class _PipelinedLayer(_Layer):
         """Rows that have been brought back as they had arrived; saved ones are counted as such."""
         assert moment.chunk is not None
         chunks = self.pipeline.backward_degree
-        brought = {Restored.REDISPATCH, Restored.OFFLOAD_TOKENS} & self._restored(moment.chunk, chunks)
-        return self.sizes.arrived / chunks if brought and self.sizes.sorts else 0.0
+        policy = self._policy(moment.chunk, chunks)
+        brings_back = policy.tokens is Saved.RESEND or policy.stores_tokens
+        return self.sizes.arrived / chunks if brings_back and self.sizes.sorts else 0.0
 
     def _differentiating_attention(self, moment: Moment) -> float:
         """Gradients of residual, norm, projection and queries of the chunk, and of keys up to its last."""

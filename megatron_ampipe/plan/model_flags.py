@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
+from megatron_ampipe.plan.cluster import Dtype
+
 _LARGEST = 10**7
 """The largest value of any size. Time and memory of planning grow with the number of experts."""
 _LONGEST = 10_000
@@ -157,8 +159,8 @@ class TrainingFlags(ModelFlags):
     use_precision_aware_optimizer: _Switch = False
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
-    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    exp_avg_dtype: Dtype = "fp32"
+    exp_avg_sq_dtype: Dtype = "fp32"
 
 
 def _keys(flags: type[ModelFlags]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from megatron_ampipe.schedule import (
     needs_of,
 )
 from megatron_ampipe.schedule.program import Program
+from megatron_ampipe.schedule.saved import Saved
 from megatron_ampipe.schedule.stage_kind import COMPUTE, StageKind
 
 type Name = tuple[str, int | None]
@@ -102,7 +103,8 @@ class _Rows:
 def moments(pipeline: Pipeline, features: BlockFeatures, direction: Direction) -> tuple[Moment, ...]:
     """The moments of one pass through a layer that runs alone, in issue order."""
     # What a partner adds, and a recompute, are other stages of the same kinds.
-    trained = replace(pipeline.trained(features), recomputed=False)
+    trained = pipeline.trained(features)
+    trained = replace(trained, saved=trained.saved._replace(block=Saved.KEEP))
     schedule = replace(pipeline, partnered=()).schedule_of((trained,))
     program = schedule.program(direction)
     order = issue_order(program, needs_of(schedule, (trained,), direction), host_waits=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ampipe.block.settings import PARTNER_ORDERS
+from megatron_ampipe.block.settings import PARTNER_ORDERS, ExchangeName
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import LinedMapping, load, refuse
 from megatron_ampipe.files.records import read_record, write_record
@@ -237,7 +237,7 @@ class _PlanFile(_Planned):
     forward_degree: int
     backward_degree: int
     schedule: str
-    exchange: Literal["rows", "ranks", "nodes", "2dh"] = "rows"
+    exchange: ExchangeName = "rows"
     partner: _PartnerFile | None = None
     shares: tuple[float, ...]
     stack: int = field(default=1, metadata={"minimum": 0})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from megatron_ampipe.plan.block import FLEX_BACKENDS
 from megatron_ampipe.plan.operation_times import ZERO
@@ -35,7 +35,7 @@ from megatron_ampipe.schedule.features import boundary
 
 _WITH_WEIGHTS = ", and gradients of weights computed during transfers"
 GROUPED = "--moe-grouped-gemm"
-MINIMUM_SPEEDUP = 1.01
+MINIMUM_SPEEDUP = 1 + MINIMUM_SAVING
 """The least predicted speedup for which blocks are split into chunks; smaller ones are within the error."""
 
 
@@ -187,7 +187,7 @@ def alternatives(predictor: Predictor, **options: Unpack[PlanOptions]) -> dict[s
         BadInput: as :func:`make_plans`.
     """
     block, cluster = predictor.block, predictor.cluster
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, object]] = {}
     if not (block.grouped or block.local or block.local_experts == 1):
         changes[GROUPED] = {"grouped": True}
     if block.expert > 1 and block.dispatcher != "alltoall":

@@ -38,7 +38,7 @@ CHUNK_EVALUATIONS = 1200
 MAX_SHORTENING = 4
 """A chunk is at least as long as an equal chunk divided by this."""
 MINIMUM_SAVING = 0.01
-"""Unequal chunks, or a searched order, must save this share of the time to be chosen."""
+"""What is less simple must save this share of the time to be chosen, predicted or measured."""
 ROUNDING = 1e-6
 """Share of a time by which the simulation may round it down (``simulate.ROUNDING_US`` for each stage)."""
 SEARCHED = "searched"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,14 +22,12 @@ class BlockFunctions(Protocol):
     The function of a computed kind is called as ``(state, chunk, *values)`` and returns the kind's outputs.
     The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets
     ``sums``, a :class:`~.segment.KeyValueSums`: its backward may add their gradients to it, and then returns
-    None for them. A kind that drops saved activations, and the kind that rebuilds them, get the same
-    ``inner``, an :class:`~.saved_tensors.InnerTensors`. Both must run their linear layers through it, the
-    first within ``inner.dropped()``, the second within ``inner.restored()``.
-    """
+    None for them.
 
-    @property
-    def recomputed(self) -> Collection[StageKind]:
-        """Kinds that save only their inputs, and run again right before their backward."""
+    If its policy drops an activation, a kind gets an object of :mod:`.saved_tensors` through which it
+    computes that: ``norm`` to run a norm, ``core`` to run core attention, ``inner`` to run the experts. The
+    kinds that restore the experts' inner tensors get the same ``inner``.
+    """
 
     @property
     def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:
@@ -76,11 +74,6 @@ class BlockState(Protocol):
     """Whether stages draw random numbers, which a recompute must draw again."""
     outside: tuple[Tensor, ...]
     """Tensors that stages read in addition to their inputs; the same for all blocks of a pass."""
-
-    def recall(
-        self, kind: StageKind, chunk: int | None, inputs: Sequence[Tensor]
-    ) -> Callable[[], Sequence[Tensor]]:
-        """A function that returns these inputs of a stage again, in the backward pass."""
 
     def with_rng_state(self, function: Function, key: object, *, is_recompute: bool) -> Function:
         """The function, with the random states saved under ``key``; if ``is_recompute``, run with those."""

@@ -6,13 +6,14 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
+from megatron_ampipe.runtime.gradient_slots import gradients_of
 from megatron_ampipe.runtime.moves import SlotOp, make, make_sums
-from megatron_ampipe.runtime.saved_tensors import InnerTensors
+from megatron_ampipe.runtime.saved_steps import bind_backward, bind_forward, bind_restoring
 from megatron_ampipe.runtime.segment import WeightProducts
-from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers, gradients_of
+from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers
 from megatron_ampipe.runtime.steps import (
     NOTHING,
     ZERO,
@@ -39,15 +40,29 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.dataflow import is_of_feed_forward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapeOptions:
+    """What a tape depends on, other than blocks and their schedule.
+
+    Attributes:
+        keep_graph: Whether there will be a backward pass.
+        host_waits: See :func:`~megatron_ampipe.schedule.program.issue_order`.
+        threads: Whether lanes run on several threads; a slot is then freed only after all threads have read
+            it, whichever thread is faster.
+    """
+
+    keep_graph: bool
+    host_waits: bool
+    threads: bool
+
+
 def compiled(
     schedule: Schedule,
     layers: Sequence[BlockFeatures],
     *,
     chunks: Sequence[Chunk],
     functions: Sequence[BlockFunctions],
-    keep_graph: bool,
-    host_waits: bool,
-    threads: bool,
+    options: TapeOptions,
 ) -> Tapes:
     """The tapes of both passes.
 
@@ -56,10 +71,7 @@ def compiled(
         layers: The features of each block.
         chunks: The chunks of the sequence.
         functions: The stage functions of each block.
-        keep_graph: Whether there will be a backward pass.
-        host_waits: See :func:`~megatron_ampipe.schedule.program.issue_order`.
-        threads: Whether lanes run on several threads; a slot is then freed only after all threads have read
-            it, whichever thread is faster.
+        options: See :class:`TapeOptions`.
     """
     numbers = SlotNumbers()
     whole = schedule.whole_attention
@@ -67,22 +79,26 @@ def compiled(
         BlockLayout(layer, features, chunks, functions[layer], numbers, whole_attention=whole)
         for layer, features in enumerate(layers)
     ]
-    steps = _Steps(schedule, blocks, keep_graph=keep_graph)
     hidden, output = numbers.of("hidden", 0), numbers.of("hidden", len(blocks))
     above = numbers.of("gradient of hidden", len(blocks))
+    steps = _Steps(schedule, blocks, keep_graph=options.keep_graph)
     calls: dict[Direction, list[Call]] = {direction: [] for direction in Direction}
     # The forward pass first: it creates the slots that backward steps read.
-    for direction in Direction if keep_graph else [Direction.FORWARD]:
+    for direction in Direction if options.keep_graph else [Direction.FORWARD]:
         needs = needs_of(schedule, layers, direction)
-        issued = issue_order(schedule.program(direction), needs, host_waits=host_waits)
+        issued = issue_order(schedule.program(direction), needs, host_waits=options.host_waits)
         calls[direction] = _calls(issued, needs, direction, steps)
     finish: list[SlotOp] = []
-    gradient = steps.gradients[0].of_hidden(blocks[0].indices, finish) if keep_graph else NOTHING
+    gradient, recomputed = NOTHING, frozenset[int]()
+    if options.keep_graph:
+        gradient = steps.gradients[0].of_input(blocks[0].indices, finish)
+        recomputed = frozenset(block.layer for block in blocks if block.recomputed)
+    finish_slots = {slot for op in finish for slot in op.slots}
     free_slots(
-        [call for direction in Direction for call in calls[direction]],
-        pinned={NOTHING, ZERO, output, gradient, *(slot for move in finish for slot in move.slots)},
+        [*calls[Direction.FORWARD], *calls[Direction.BACKWARD]],
+        pinned={NOTHING, ZERO, output, gradient, *finish_slots},
         first_backward=len(calls[Direction.FORWARD]),
-        threads=threads,
+        threads=options.threads,
     )
     return Tapes(
         {direction: Tape(pass_calls) for direction, pass_calls in calls.items()},
@@ -92,7 +108,7 @@ def compiled(
         above=above,
         gradient=gradient,
         finish=tuple(finish),
-        for_recompute=frozenset(block.layer for block in blocks if block.recomputed and keep_graph),
+        for_recompute=recomputed,
         names=numbers.names(),
     )
 
@@ -179,13 +195,9 @@ class _Steps:
         if stage.is_recompute:
             block.make_empty(step, stage.chunk)
         self._bind_values(step, stage.chunk, backward=backward)
-        if kind.restores is not None and not kind.gives:
-            step.extras["inner"] = inner = block.slot("inner", stage.chunk)
-            step.restores = [block.slot("segment", kind.restores, stage.chunk)]
-            step.others += [inner, *step.restores]
-        elif (
-            self._keep and stage.is_recompute == block.recomputed and not (kind.own_backward or kind.restores)
-        ):
+        if kind.restores is not None:
+            bind_restoring(step, block)
+        elif self._keep and stage.is_recompute == block.recomputed and not kind.own_backward:
             self._keep_graph(step)
         return step
 
@@ -194,7 +206,6 @@ class _Steps:
         stage, block = step.stage, self._blocks[step.stage.layer]
         kind, chunk, functions = stage.kind, stage.chunk, block.functions
         step.segment = block.slot("segment", kind, chunk)
-        step.recompute = kind in functions.recomputed
         # The tensors inside the experts are several times as wide as their inputs: most memory is here.
         step.releases = kind == kinds.EXPERT
         if keys := block.summed(kind):
@@ -206,16 +217,7 @@ class _Steps:
             self._products[stage.layer, kind].append(products)
             step.before.append(SlotOp(make, products, fixed=(WeightProducts,)))
             step.function = _within(step.function, functools.partial(functions.delay_wgrad, kind))
-        flow = block.flow_of(chunk)
-        if kind == kinds.EXPERT and not block.recomputed and any(row.restores == kind for row in flow.kinds):
-            step.extras["inner"] = inner = block.slot("inner", chunk)
-            new = functools.partial(
-                InnerTensors,
-                functions.stage_parameters.get(kind, ()),
-                copied=kinds.STORE in flow.kinds,
-                resorted=kinds.RESORT in flow.kinds,
-            )
-            step.before.append(SlotOp(make, inner, fixed=(new,)))
+        bind_forward(step, block)
         step.others += [step.segment, *step.extras.values()]
 
     def _differentiate(self, stage: Stage) -> Step:
@@ -226,6 +228,7 @@ class _Steps:
             products = block.slot("products", kind, chunk) if kind in self._apart else None
             step: Step = Differentiate(stage, segment, block.parameters.get(kind, ()), products)
             step.others += [segment] if products is None else [segment, products]
+            bind_backward(step, block)
             gradients.take(step, chunk)
         else:
             sums = block.slot("sums", block.summed(kind)[0][1].giver)
@@ -267,9 +270,6 @@ class _Steps:
             step.parts.append(slice(begin, len(step.takes)))
             if self._keep and block.recomputed and not backward and kind in block.flow.not_recomputed:
                 block.note_shapes(step, chunk)
-        if kind.restores == kinds.QKV:
-            # The graph of qkv reads the rows from the state of the layer.
-            step.restores = [block.slot("segment", kinds.QKV, chunk) for chunk in chunks]
         return step
 
     def _copy(self, stage: Stage, chunks: Sequence[int | None]) -> Copy:

@@ -1,257 +1,148 @@
-"""Saved activations that do not stay on the device between forward and backward: recompute and offload.
+"""Executes what ``schedule.saved`` decides: activations that a stage does not save, and how they come back.
 
-MPipeMoE, section III-D, restores the saved activations of an expert (T_M) by recomputing them, or by copying
-them to host memory and back. On a GPU, host memory is pinned, and copies run on the current stream. On a CPU,
-separate memory stands for it, which does not count as device memory (:func:`is_host_memory`).
+For each activation that its policy drops, a stage function gets an object of this module, and computes the
+activation through it. That is all that layers do. :mod:`.saved_steps` binds the objects to the steps of a
+tape, and they do the rest: what graphs save, copies to host memory, second runs.
+
+| policy | of | object | comes back |
+|---|---|---|---|
+| recompute | inner tensors of experts | :class:`InnerTensors` | in the stage ``rebuild`` |
+| host | the same | :class:`InnerTensors` | in ``load``, tokens that were sent again in ``resort`` |
+| host | received tokens | :class:`~.host_copies.HostCopies` | in ``load-tokens`` |
+| resend | received tokens | a slot of the tape | in ``redispatch`` |
+| recompute | activation of experts | :class:`ActivationTensors` | when the graph needs it |
+| recompute | core attention | :class:`RecomputedTensors` | when the graph needs it |
+| recompute | output of a norm | :class:`DroppedOutput` | when the first graph needs it, for all of them |
+| resend | gathered rows | :class:`ResentInput` | in ``regather-rows`` |
+| recompute | a whole stage | :func:`inputs_again` | right before its backward |
+
+Unlike torch's checkpoint, all of this works under ``torch.autograd.grad``, which differentiates a stage.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import mmap
-import weakref
-from collections import defaultdict, deque
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Concatenate, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.host_copies import HostCopies
+from megatron_ampipe.runtime.moves import Spans, join, take_rows
 from megatron_ampipe.runtime.segment import with_history
-
-_ALIGNED = 64
-"""Alignment of copies in bytes, as of torch's allocator, because the choice of a kernel can depend on it."""
-
-
-class HostCopies:
-    """Copies device tensors to host memory with :meth:`store`, and back with :meth:`load`, once each.
-
-    Memory that tensors share is copied once. Loaded tensors have the sizes, strides and sharing of the stored
-    ones, so every operation computes the same with them.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._device = tensors[0].device
-        by_storage: dict[int, list[int]] = defaultdict(list)
-        for place, tensor in enumerate(tensors):
-            by_storage[tensor.untyped_storage()._cdata].append(place)
-        self._pieces: list[Tensor | _HostMemory] = []
-        # For each tensor: index of its piece, dtype, offset, size, strides.
-        self._views: dict[int, tuple[int, torch.dtype, int, torch.Size, tuple[int, ...]]] = {}
-        for places in by_storage.values():
-            ranges = [_bytes_of(tensors[place]) for place in places]
-            begin = min(first for first, _ in ranges) // _ALIGNED * _ALIGNED
-            for place, (first, _) in zip(places, ranges, strict=True):
-                tensor = tensors[place]
-                offset = (first - begin) // tensor.element_size()
-                self._views[place] = len(self._pieces), tensor.dtype, offset, tensor.shape, tensor.stride()
-            flat = torch.empty(0, dtype=torch.uint8, device=self._device)
-            flat.set_(tensors[places[0]].untyped_storage())
-            self._pieces.append(flat[begin : max(last for _, last in ranges)])
-
-    def store(self, release: Callable[[], None] = lambda: None) -> Transfer:
-        """Start to copy to the host; ``release`` is called when the host may release the tensors."""
-        sources = tuple(piece for piece in self._pieces if isinstance(piece, Tensor))
-        targets = [_HostMemory(source) for source in sources]
-        self._pieces = [*targets]
-
-        def copy() -> None:
-            for target, source in zip(targets, sources, strict=True):
-                for block, part in zip(target.blocks, target.parts_of(source), strict=True):
-                    block.copy_(part, non_blocking=True)
-            release()
-
-        return _started(copy, (), sources)
-
-    def load(self) -> Transfer:
-        """Start to copy back. The outputs of the transfer are the tensors, in order."""
-        sources = [piece for piece in self._pieces if isinstance(piece, _HostMemory)]
-        self._pieces = []
-        targets = tuple(
-            torch.empty(source.num_bytes, dtype=torch.uint8, device=self._device) for source in sources
-        )
-        outputs = tuple(
-            torch.empty(0, dtype=dtype, device=self._device).set_(
-                targets[piece].untyped_storage(), offset, size, stride
-            )
-            for _, (piece, dtype, offset, size, stride) in sorted(self._views.items())
-        )
-
-        def copy() -> None:
-            for target, source in zip(targets, sources, strict=True):
-                for block, part in zip(source.blocks, source.parts_of(target), strict=True):
-                    part.copy_(block, non_blocking=True)
-            sources.clear()
-
-        return _started(copy, outputs, targets)
-
-
-def _started(
-    copy: Callable[[], None], outputs: tuple[Tensor, ...], on_device: tuple[Tensor, ...]
-) -> Transfer:
-    """A copy as a transfer: issued now on a GPU's stream; on a CPU, done by the thread that waits for it."""
-    if on_device and on_device[0].is_cuda:
-        copy()
-        return Transfer(outputs, uses=on_device)
-    return Transfer(outputs, unpack=copy, uses=on_device)
-
-
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The range of bytes of a tensor in its storage."""
-    width, count = tensor.element_size(), 0
-    if tensor.numel():
-        count = 1 + sum(
-            (size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-    first = int(tensor.storage_offset()) * width
-    return first, first + count * width
-
-
-def block_sizes(num_bytes: int) -> list[int]:
-    """The sizes of the blocks of host memory for so many bytes: up to four powers of two, largest first.
-
-    torch rounds each block of pinned memory up to a power of two. One block would be up to twice as large as
-    what it holds; all of these together are larger by less than an eighth, or than :data:`SMALLEST_BLOCK`.
-    """
-    if num_bytes <= SMALLEST_BLOCK:
-        return [1 << (num_bytes - 1).bit_length()] if num_bytes else []
-    unit = max(1 << (num_bytes.bit_length() - 4), SMALLEST_BLOCK)
-    # At most 16: four binary digits, rounded up.
-    num_units = -(-num_bytes // unit)
-    digits = range(num_units.bit_length() - 1, -1, -1)
-    return [unit << digit for digit in digits if num_units >> digit & 1]
-
-
-SMALLEST_BLOCK = 1 << 16
-"""Bytes. Smaller blocks would save less than the call that copies them costs."""
-
-
-class _HostMemory:
-    """Host memory for the bytes of ``source``, reserved while this object exists."""
-
-    def __init__(self, source: Tensor) -> None:
-        self.num_bytes = len(source)
-        self.blocks: list[Tensor] = []
-        """What is used of each block, in order."""
-        left = self.num_bytes
-        for size in block_sizes(self.num_bytes):
-            self.blocks.append(self._block(size, pinned=source.is_cuda)[:left])
-            left -= size
-
-    def parts_of(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The parts of a tensor of as many bytes that belong into each block."""
-        parts: tuple[Tensor, ...] = tensor.split([len(block) for block in self.blocks])
-        return parts
-
-    def _block(self, size: int, *, pinned: bool) -> Tensor:
-        if pinned:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        try:
-            memory = _free[size].pop()
-        except IndexError:
-            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-            _addresses.add(memory.data_ptr())
-        weakref.finalize(self, _free[size].append, memory)
-        return memory
-
-
-_free: dict[int, list[Tensor]] = defaultdict(list)
-"""Unused host memory by size. Never returned to the system, because the next pass needs as much."""
-_addresses: set[int] = set()
-
-
-def is_host_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is in the memory that stands for host memory in training without a GPU."""
-    return tensor.untyped_storage().data_ptr() in _addresses
-
 
 LinearOutput = tuple[Tensor, Tensor | None]
 """What Megatron's linear layers return: an output, and a bias that the layer itself has not added."""
+Again = Callable[[], Tensor]
+"""Returns a dropped tensor in the backward pass."""
 
 
-class InnerTensors:
-    """The saved activations of one stage of one chunk, which are dropped and rebuilt by a second run.
+class RecomputedTensors:
+    """What a function saves is dropped, and computed again by a second run when the graph first needs it.
 
-    Unlike torch's checkpoint, the second run skips the last linear layer, because the backward does not need
-    its output. Tensors are matched by the order in which operations save them, so both runs must be the same
-    up to there. Between a *down* layer and the next *up* layer only the input of the down layer is dropped,
-    because a second run does not repeat the operations there.
-
-    With ``copied``, tensors stay until :meth:`store` and come back with :meth:`load`. Nothing runs again,
-    except the sorting of redispatched tokens.
+    Tensors are matched by the order in which operations save them, so both runs must be the same.
 
     Args:
-        kept: Tensors that are never dropped: the parameters of the stage.
-        copied: Copy tensors to host memory instead of recomputing them.
-        resorted: With ``copied``, tokens sorted by expert are not copied: they are redispatched and sorted.
+        kept: Tensors that are never dropped: parameters.
     """
 
-    def __init__(self, kept: Collection[Tensor], *, copied: bool = False, resorted: bool = False) -> None:
+    def __init__(self, kept: Collection[Tensor] = ()) -> None:
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept)
-        self._places: deque[_Place] = deque()
-        self._drops, self._runs_again = True, False
-        self._input: Tensor | None = None
-        self._copied, self._resorted = copied, resorted
-        self._copies: HostCopies | None = None
-        self._token_places: list[_Place] = []
+        self._dropped: deque[_DroppedTensor] = deque()
+        self._drops = True
+        """Whether tensors that operations save now are dropped, or restored in a second run."""
+        self._is_second_run = False
+        self._run_again: Callable[[], object] | None = None
+
+    def run[R](
+        self,
+        function: Callable[..., R],
+        *inputs: Tensor,
+        within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> R:
+        """Return ``function(*inputs)``. Call it once.
+
+        Args:
+            function: Has no side effects.
+            inputs: Its arguments.
+            within: Makes the context of the second run, for example of the same random states.
+        """
+        # Detached, as the second run must not keep the graph of the arguments.
+        kept = [tensor.detach() for tensor in inputs]
+
+        def run_again() -> None:
+            with within():
+                function(*with_history(kept))
+
+        self._run_again = run_again
+        with self.dropping():
+            return function(*inputs)
 
     @contextmanager
-    def dropped(self) -> Iterator[None]:
+    def dropping(self) -> Iterator[None]:
         """A context for the first run, whose saved tensors are dropped."""
         with torch.autograd.graph.saved_tensors_hooks(self._drop, self._unpack):
             yield
-        self._input = None
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """A context for the second run, whose saved tensors replace the dropped ones."""
-        self._drops, self._runs_again = True, True
-        if self._copied:
-            with torch.no_grad():
-                yield
-            return
+        self._drops, self._is_second_run = True, True
         hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, self._unpack)
         with torch.enable_grad(), hooks:
             yield
-        assert not self._places, f"a second run saved {len(self._places)} tensors less than the first"
+        assert not self._dropped, f"a second run saved {len(self._dropped)} tensors less than the first"
 
-    def store(self) -> Transfer:
-        """Start to copy the tensors to host memory, after the first run."""
-        tensors = [place.tensor for place in self._places if place.tensor is not None]
-        assert len(tensors) == len(self._places), "tensors are stored that were not copied"
-        self._copies = HostCopies(tensors)
+    def _drop(self, tensor: Tensor) -> Tensor | _DroppedTensor:
+        if not self._drops or tensor.untyped_storage()._cdata in self._kept:
+            return tensor
+        dropped = _DroppedTensor(tensor)
+        self._dropped.append(dropped)
+        return dropped
 
-        def release() -> None:
-            for place in self._places:
-                place.tensor = None
-
-        return self._copies.store(release)
-
-    def load(self) -> Transfer:
-        """Start to copy the tensors back."""
-        assert self._copies is not None, "tensors are loaded that were not stored"
-        transfer, self._copies = self._copies.load(), None
-        for tensor in transfer.outputs:
-            self._places.popleft().tensor = tensor
-        return dataclasses.replace(transfer, outputs=())
-
-    def sorted(self, tokens: Tensor) -> None:
-        """Called in both runs with the tokens ``[T, D]``, sorted by expert."""
-        if not self._resorted:
+    def _restore(self, tensor: Tensor) -> None:
+        if not self._drops or tensor.untyped_storage()._cdata in self._kept:
             return
-        if not self._runs_again:
-            self._input = tokens
-            return
-        while self._token_places:
-            self._token_places.pop().fill_from(tokens)
+        dropped = self._dropped.popleft()
+        saved, expected = (tensor.shape, tensor.dtype), (dropped.size, dropped.dtype)
+        assert saved == expected, f"a second run saved {saved} in place of {expected}"
+        dropped.tensor = tensor.detach()
 
+    def _unpack(self, packed: Tensor | _DroppedTensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.tensor is None and self._run_again is not None:
+            run_again, self._run_again = self._run_again, None
+            with self.restoring():
+                run_again()
+        assert packed.tensor is not None, "the backward of a stage runs before its tensors are restored"
+        return packed.tensor
+
+
+class ExpertTensors(RecomputedTensors, ABC):
+    """The same for experts, whose linear layers run through :meth:`up` and :meth:`down`.
+
+    The second run skips the last linear layer, because the backward does not need its output. Between a
+    *down* layer and the next *up* layer only the input of the down layer is dropped, because a second run
+    does not repeat the operations there.
+    """
+
+    def __init__(self, kept: Collection[Tensor]) -> None:
+        super().__init__(kept)
+        self._input: Tensor | None = None
+        """The input of the down layer that runs at present."""
+
+    @abstractmethod
     def up[**P](self, product: Callable[P, LinearOutput], *args: P.args, **kwargs: P.kwargs) -> LinearOutput:
         """Run the first linear layer of an expert."""
-        self._drops = True
-        return product(*args, **kwargs)
 
     def down[**P](
         self,
@@ -265,67 +156,161 @@ class InnerTensors:
         It then returns ``([T, 0], None)`` in place of an output and a bias.
         """
         self._drops = False
-        if self._runs_again:
-            while self._places and self._places[0].offset_in_input is not None:
-                self._places.popleft().fill_from(tokens)
+        if self._is_second_run:
+            while self._dropped and self._dropped[0].offset_in_source is not None:
+                self._dropped.popleft().fill_from(tokens)
             return tokens.new_empty((*tokens.shape[:-1], 0)), None
-        if self._copied:
-            return product(tokens, *args, **kwargs)
         self._input = tokens
         try:
             return product(tokens, *args, **kwargs)
         finally:
             self._input = None
 
-    def _drop(self, tensor: Tensor) -> Tensor | _Place:
-        source = self._input
-        if source is not None and tensor.untyped_storage()._cdata == source.untyped_storage()._cdata:
-            place = _Place(tensor, int(tensor.storage_offset() - source.storage_offset()))
-            (self._token_places if self._copied else self._places).append(place)
-            return place
-        if tensor.untyped_storage()._cdata in self._kept or not (self._drops or self._copied):
-            return tensor
-        place = _Place(tensor, None)
-        if self._copied:
-            place.tensor = tensor.detach()
-        self._places.append(place)
-        return place
+    def sorted(self, tokens: Tensor) -> None:
+        """Called in both runs with the tokens ``[T, D]``, sorted by expert."""
 
-    def _restore(self, tensor: Tensor) -> None:
-        if not self._drops or tensor.untyped_storage()._cdata in self._kept:
+    def _drop(self, tensor: Tensor) -> Tensor | _DroppedTensor:
+        if not _shares_memory(tensor, self._input):
+            return super()._drop(tensor)
+        dropped = _DroppedTensor(tensor, source=self._input)
+        self._dropped.append(dropped)
+        return dropped
+
+
+class InnerTensors(ExpertTensors):
+    """The saved activations of the experts of one chunk, which stages of the backward pass restore.
+
+    With ``copied``, tensors stay until :meth:`store` and come back with :meth:`load`. Nothing runs again,
+    except the sorting of redispatched tokens.
+
+    Args:
+        kept: See :class:`RecomputedTensors`.
+        copied: Copy tensors to host memory instead of recomputing them.
+        resorted: With ``copied``, tokens sorted by expert are not copied: they are redispatched and sorted.
+    """
+
+    def __init__(self, kept: Collection[Tensor], *, copied: bool = False, resorted: bool = False) -> None:
+        super().__init__(kept)
+        self._copied, self._resorted = copied, resorted
+        self._copies: HostCopies | None = None
+        self._sorted_tokens: list[_DroppedTensor] = []
+
+    def run[R](
+        self,
+        function: Callable[..., R],
+        *inputs: Tensor,
+        within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> R:
+        """Return ``function(*inputs)``; the first input are tokens sorted by expert. The stage that restores
+        the tensors calls it again."""
+        self.sorted(inputs[0])
+        return function(*inputs)
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """See :class:`RecomputedTensors`."""
+        with super().dropping():
+            yield
+        self._input = None
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """See :class:`RecomputedTensors`."""
+        if not self._copied:
+            with super().restoring():
+                yield
             return
-        place = self._places.popleft()
-        saved, expected = (tensor.shape, tensor.dtype), (place.size, place.dtype)
-        assert saved == expected, f"a second run saved {saved} in place of {expected}"
-        place.tensor = tensor.detach()
+        self._is_second_run = True
+        with torch.no_grad():
+            yield
 
-    def _unpack(self, packed: Tensor | _Place) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        assert packed.tensor is not None, "the backward of a stage runs before its tensors are restored"
-        return packed.tensor
+    def store(self) -> Transfer:
+        """Start to copy the tensors to host memory, after the first run."""
+        tensors = [dropped.tensor for dropped in self._dropped if dropped.tensor is not None]
+        assert len(tensors) == len(self._dropped), "tensors are stored that were not copied"
+        self._copies = HostCopies(tensors)
+
+        def release() -> None:
+            for dropped in self._dropped:
+                dropped.tensor = None
+
+        return self._copies.store(release)
+
+    def load(self) -> Transfer:
+        """Start to copy the tensors back."""
+        assert self._copies is not None, "tensors are loaded that were not stored"
+        transfer, self._copies = self._copies.load(), None
+        for tensor in transfer.outputs:
+            self._dropped.popleft().tensor = tensor
+        return dataclasses.replace(transfer, outputs=())
+
+    def sorted(self, tokens: Tensor) -> None:
+        """See :class:`ExpertTensors`."""
+        if not self._resorted:
+            return
+        if not self._is_second_run:
+            self._input = tokens
+            return
+        while self._sorted_tokens:
+            self._sorted_tokens.pop().fill_from(tokens)
+
+    def up[**P](self, product: Callable[P, LinearOutput], *args: P.args, **kwargs: P.kwargs) -> LinearOutput:
+        """See :class:`ExpertTensors`."""
+        self._drops = True
+        return product(*args, **kwargs)
+
+    def down[**P](
+        self,
+        product: Callable[Concatenate[Tensor, P], LinearOutput],
+        tokens: Tensor,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> LinearOutput:
+        """See :class:`ExpertTensors`."""
+        if self._copied and not self._is_second_run:
+            return product(tokens, *args, **kwargs)
+        return super().down(product, tokens, *args, **kwargs)
+
+    def _drop(self, tensor: Tensor) -> Tensor | _DroppedTensor:
+        if not self._copied:
+            return super()._drop(tensor)
+        if _shares_memory(tensor, self._input):
+            dropped = _DroppedTensor(tensor, source=self._input)
+            self._sorted_tokens.append(dropped)
+            return dropped
+        if tensor.untyped_storage()._cdata in self._kept:
+            return tensor
+        dropped = _DroppedTensor(tensor)
+        dropped.tensor = tensor.detach()
+        self._dropped.append(dropped)
+        return dropped
 
 
-class ActivationTensors(InnerTensors):
+class ActivationTensors(ExpertTensors):
     """Drops what the operations between the linear layers save; recomputes it when the graph first needs it.
 
     As Megatron's ``moe_act``, whose checkpoint calls ``backward`` and so fails under ``torch.autograd.grad``.
-
-    Args:
-        kept: See :class:`InnerTensors`.
-        stage: Runs the linear layers with this object, on inputs without a graph.
     """
 
-    def __init__(self, kept: Collection[Tensor], stage: Callable[[InnerTensors], object]) -> None:
+    def __init__(self, kept: Collection[Tensor]) -> None:
         super().__init__(kept)
-        self._stage, self._results = stage, list[LinearOutput]()
+        self._results: list[LinearOutput] = []
         self._next_results: Iterator[LinearOutput] = iter(())
         # Tensors saved before the first linear layer are not dropped.
         self._drops = False
 
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """See :class:`RecomputedTensors`."""
+        with super().restoring():
+            self._drops, self._next_results = False, iter(self._results)
+            yield
+        # Not earlier: new tensors could get the addresses of tensors in ``_kept``.
+        self._results, self._next_results = [], iter(())
+
     def up[**P](self, product: Callable[P, LinearOutput], *args: P.args, **kwargs: P.kwargs) -> LinearOutput:
         """Run the first linear layer of an expert; the second run reuses the output of the first run."""
-        if self._runs_again:
+        if self._is_second_run:
             first_output, bias = next(self._next_results)
             self._drops = True
             (output,) = with_history([first_output])
@@ -337,57 +322,62 @@ class ActivationTensors(InnerTensors):
         self._drops = True
         return output, bias
 
-    def _unpack(self, packed: Tensor | _Place) -> Tensor:
-        if isinstance(packed, _Place) and packed.tensor is None:
-            with self.restored():
-                self._drops, self._next_results = False, iter(self._results)
-                self._stage(self)
-            # Not earlier: new tensors could get the addresses of tensors in ``_kept``.
-            self._results, self._next_results = [], iter(())
-        return super()._unpack(packed)
 
+class _DroppedTensor:
+    """Stands in the graph for a saved tensor, perhaps a part of ``source``. Freed with the graph."""
 
-class _Place:
-    """Stands in the graph for a saved tensor, perhaps a part of another one. Freed with the graph."""
+    __slots__ = ("dtype", "offset_in_source", "size", "stride", "tensor")
 
-    __slots__ = ("dtype", "offset_in_input", "size", "stride", "tensor")
-
-    def __init__(self, tensor: Tensor, offset_in_input: int | None) -> None:
+    def __init__(self, tensor: Tensor, *, source: Tensor | None = None) -> None:
         self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self.offset_in_input = offset_in_input
+        self.offset_in_source: int | None = None
+        if source is not None:
+            self.offset_in_source = int(tensor.storage_offset() - source.storage_offset())
         self.tensor: Tensor | None = None
 
     def part_of(self, source: Tensor) -> Tensor:
         """The tensor as a view of ``source``, the tensor whose memory it shared."""
-        assert self.offset_in_input is not None
-        start = source.storage_offset() + self.offset_in_input
+        assert self.offset_in_source is not None
+        start = source.storage_offset() + self.offset_in_source
         return source.detach().as_strided(self.size, self.stride, start)
 
     def fill_from(self, source: Tensor) -> None:
+        """Restore the tensor as a part of ``source``."""
         self.tensor = self.part_of(source)
+
+
+def _shares_memory(tensor: Tensor, source: Tensor | None) -> bool:
+    return source is not None and tensor.untyped_storage()._cdata == source.untyped_storage()._cdata
 
 
 class DroppedOutput:
     """The output of a module that no graph keeps: the backward pass runs the module again.
 
     As Megatron's checkpoints that discard their output, which fail under ``torch.autograd.grad``. Gradients
-    of the output go through the graph of the second run.
-
-    Args:
-        module: A module that works row by row and draws no random numbers.
+    of the output go through the graph of the second run. The module works row by row and draws no random
+    numbers.
     """
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    module: Module
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
         self._rows: Tensor | None = None
         self._second_run: tuple[Tensor, Tensor] | None = None
 
-    def compute(self, rows: Tensor) -> Tensor:
+    def compute(self, module: Module, rows: Tensor) -> Tensor:
         """Run the module on ``[R, B, D]``, differentiably. Call it once."""
+        self.module = module
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._rows = rows.detach()
         output: Tensor = _ComputeWithoutGraph.apply(self, rows, *self._parameters)
         return output
+
+    def compute_and_feed[R](self, module: Module, rows: Tensor, function: Callable[[Tensor], R]) -> R:
+        """Run the module on ``[R, B, D]``, and a function on its output, which the function saves neither."""
+        output = self.compute(module, rows)
+        with not_saving(output, self.recompute):
+            return function(output)
 
     def recompute(self) -> Tensor:
         """The output of :meth:`compute` again, in the backward pass."""
@@ -429,20 +419,119 @@ class _ComputeWithoutGraph(torch.autograd.Function):
 
 
 @contextmanager
-def recomputed(tensor: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
-    """A context in which no graph saves ``tensor``; backward gets it from ``recompute()``, in its layout.
-
-    So a rank saves only its own part of gathered rows, or only the input of a norm, as in Megatron.
-    """
+def not_saving(tensor: Tensor, again: Again) -> Iterator[None]:
+    """A context in which no graph saves ``tensor``; backward gets it from ``again()``, in its layout."""
     # The graph keeps the hooks, which must not refer to the tensor.
     memory, begin = tensor.untyped_storage()._cdata, tensor.storage_offset()
 
-    def drop(saved: Tensor) -> Tensor | _Place:
-        is_kept = saved.untyped_storage()._cdata != memory
-        return saved if is_kept else _Place(saved, int(saved.storage_offset() - begin))
+    def drop(saved: Tensor) -> Tensor | _DroppedTensor:
+        if saved.untyped_storage()._cdata != memory:
+            return saved
+        dropped = _DroppedTensor(saved)
+        dropped.offset_in_source = int(saved.storage_offset() - begin)
+        return dropped
 
-    def unpack(packed: Tensor | _Place) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed.part_of(recompute())
+    def unpack(packed: Tensor | _DroppedTensor) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.part_of(again())
 
     with torch.autograd.graph.saved_tensors_hooks(drop, unpack):
         yield
+
+
+class ResentInput:
+    """An input of a stage that its graph does not save: it is sent again before the graph needs it."""
+
+    tensor: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        """The input, see :data:`Again`."""
+        assert self.tensor is not None, "the backward of a stage runs before its input is sent again"
+        return self.tensor
+
+
+# Operations on slots, see :mod:`.moves`.
+
+
+def resent(resent_input: ResentInput, tensor: Tensor) -> ResentInput:
+    """Put the tensor that was sent again into the object that the graph asks for it."""
+    resent_input.tensor = tensor
+    return resent_input
+
+
+def rows_again(
+    _: None, spans: Spans | None, parts: tuple[Sequence[Spans], int] | None, *outputs: DroppedOutput
+) -> Again:
+    """What returns an input of a stage again.
+
+    Args:
+        spans: The rows of the only output; None for all of them.
+        parts: For several outputs: the rows that each gives, and the number of all rows.
+        outputs: The dropped outputs that the input was made of.
+    """
+
+    def again() -> Tensor:
+        recomputed = [output.recompute() for output in outputs]
+        if parts is not None:
+            return join(None, *parts, *recomputed)
+        return recomputed[0] if spans is None else take_rows(recomputed[0], spans)
+
+    return again
+
+
+# Changes of a stage function: its arguments by keyword are such objects.
+
+
+def not_saving_first(function: Function) -> Function:
+    """The function, whose graph does not save its first input; the backward gets it from ``first_again``."""
+
+    def run(
+        state: object, chunk: int | None, *inputs: Tensor, first_again: Again, **options: object
+    ) -> object:
+        with not_saving(inputs[0], first_again):
+            return function(state, chunk, *inputs, **options)
+
+    return run
+
+
+def given_first(function: Function) -> Function:
+    """The function, which is given the dropped tensor of ``first_again`` as its first argument."""
+
+    def run(state: object, chunk: int | None, *others: Tensor, first_again: Again) -> object:
+        return function(state, chunk, first_again(), *others)
+
+    return run
+
+
+def dropping_inner(function: Function) -> Function:
+    """The function of the experts, whose graph does not save its inner tensors."""
+
+    def run(
+        state: object, chunk: int | None, *inputs: Tensor, inner: InnerTensors, **options: object
+    ) -> object:
+        with inner.dropping():
+            return function(state, chunk, *inputs, inner=inner, **options)
+
+    return run
+
+
+def restoring_inner(function: Function) -> Function:
+    """A function that restores the inner tensors of the experts."""
+
+    def run(state: object, chunk: int | None, *inputs: Tensor, inner: InnerTensors) -> tuple[()]:
+        with inner.restoring():
+            function(state, chunk, *with_history(inputs), inner=inner)
+        return ()
+
+    return run
+
+
+def inputs_again(inputs: Sequence[Tensor], first_again: Again | None) -> Callable[[], Sequence[Tensor]]:
+    """Returns the inputs of a stage that saves nothing else, to run it again.
+
+    ``first_again``: The first input is dropped, too, and comes back from this.
+    """
+    kept = [tensor.detach() for tensor in inputs]
+    if first_again is None:
+        return lambda: kept
+    del kept[0]
+    return lambda: [first_again(), *kept]

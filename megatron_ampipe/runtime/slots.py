@@ -1,4 +1,4 @@
-"""Assigns slots: which slots a step reads and writes for its values and their gradients.
+"""Assigns slots: which slots a step reads and writes for its values. Gradients are in :mod:`.gradient_slots`.
 
 :class:`~megatron_ampipe.schedule.dataflow.DataFlow` lists the values that each stage takes from other stages.
 A value or gradient has a slot from the step that gives it to the last step that takes it. If one of them is
@@ -7,41 +7,33 @@ per chunk and the other per sequence, the argument is a slice of the slot, or a 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions
 from megatron_ampipe.runtime.moves import (
-    PendingGrad,
     SlotOp,
-    add,
-    add_keys,
     gather,
     join,
-    keys_gradient,
     make_empty,
     note_shape,
     scatter,
-    total,
 )
-from megatron_ampipe.runtime.steps import FIRST_FREE, NOTHING, ZERO, SlotRef, Step
+from megatron_ampipe.runtime.steps import FIRST_FREE, SlotRef, Step
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
     DataFlow,
     Layout,
+    SavedPolicy,
     Source,
     Span,
     StageKind,
     Value,
     data_flow,
     is_whole,
-    kinds,
 )
 
-_INPUT = Source(None, kinds.HIDDEN_STATES.name)
-"""The input of a block."""
-_SUMMED = (Layout.KEYS, Layout.BLOCK)
+SUMMED = (Layout.KEYS, Layout.BLOCK)
 """Layouts of keys and values, whose gradients a :class:`~.segment.KeyValueSums` adds."""
 
 
@@ -99,7 +91,9 @@ class BlockLayout:
         _check_transfers(self.flow)
         self.indices = range(len(chunks))
         self.recomputed = features.recomputed
-        self._flows = [data_flow(features.of_chunk(chunk, len(chunks))) for chunk in self.indices]
+        by_chunk = [features.of_chunk(chunk, len(chunks)) for chunk in self.indices]
+        self._flows = [data_flow(of_chunk) for of_chunk in by_chunk]
+        self._policy, self._policies = features.saved, [of_chunk.saved for of_chunk in by_chunk]
         self._chunks, self._joined = chunks, Chunk.joined(chunks)
         self._whole = {kind for kind in self.flow.kinds if is_whole(kind, whole_attention=whole_attention)}
         self.parameters = {
@@ -115,6 +109,10 @@ class BlockLayout:
     def flow_of(self, chunk: int | None) -> DataFlow:
         """The data flow of a chunk, or of the block; chunks can differ in the activations they rebuild."""
         return self.flow if chunk is None else self._flows[chunk]
+
+    def policy_of(self, chunk: int | None) -> SavedPolicy:
+        """What stages of a chunk, or of the whole sequence, save for the backward pass."""
+        return self._policy if chunk is None else self._policies[chunk]
 
     def spans(self, layout: Layout, chunk: int | None) -> Sequence[Span]:
         """The rows of a value that belong to a chunk."""
@@ -159,7 +157,7 @@ class BlockLayout:
 
     def summed(self, kind: StageKind) -> list[tuple[Value, Source]]:
         """The keys and values that a kind takes, and where they come from."""
-        return [taken for taken in self.flow.taken[kind] if taken[0].layout in _SUMMED]
+        return [taken for taken in self.flow.taken[kind] if taken[0].layout in SUMMED]
 
     def is_kept_whole(self, source: Source) -> bool:
         """Whether a value is one tensor of the whole sequence, rather than one tensor per chunk."""
@@ -235,160 +233,3 @@ def _check_transfers(flow: DataFlow) -> None:
             values = (*kind.takes, *kind.gives)
             assert all(value.layout is not Layout.KEYS for value in values), f"{kind} transfers keys"
             assert kind is not flow.output.giver, f"{kind} is a transfer and gives what the block returns"
-
-
-class Gradients:
-    """Binds the backward stages of a block to the gradients that they take and give, in issue order.
-
-    If several stages take a value, their gradients are summed. Gradients of computed stages are added at
-    once, so that one tensor is kept; a gradient that a transfer delivers is added when the sum is read.
-
-    Args:
-        block: The block.
-        above: The gradients of the next block; None for the last one.
-    """
-
-    def __init__(self, block: BlockLayout, above: Gradients | None) -> None:
-        self._block, self._above = block, above
-        # How many gradients of a value, or of a chunk of it, have been added so far.
-        self._added: Counter[tuple[Source, int | None]] = Counter()
-        self._pending_grads: defaultdict[tuple[Source, int | None], list[PendingGrad]] = defaultdict(list)
-        self._input_slot: int | None = None
-
-    def take(self, step: Step, chunk: int | None) -> None:
-        """Bind the arguments: the gradient of each output of the stage; None if nothing depends on it."""
-        block, moves, kind = self._block, step.before, step.stage.kind
-        summed: list[Value] = []
-        for value, source in block.flow.given[kind]:
-            if source == block.flow.output:
-                chunks = block.indices if chunk is None else [chunk]
-                slot = (
-                    block.numbers.of("gradient of hidden", block.layer + 1)
-                    if self._above is None
-                    else self._above.of_hidden(chunks, moves)
-                )
-                place = block.read(slot, value.layout, chunk, moves)
-            elif value.layout in _SUMMED:
-                place = SlotRef(block.numbers.temporary())
-                is_part = chunk is not None and value.layout is Layout.KEYS
-                spans = block.spans(Layout.KEYS, chunk) if is_part else None
-                arrived = [arrival.slot for arrival in self._pending_grads.pop((source, None), ())]
-                sums = [block.slot("sums", kind), *arrived]
-                moves.append(SlotOp(keys_gradient, place.slot, sums, (len(summed), spans)))
-                summed.append(value)
-            elif value.layout is Layout.SCALAR:
-                place = SlotRef(ZERO)
-            elif block.is_differentiated(source):
-                place = SlotRef(self._total(value.layout, source, chunk, moves))
-            else:
-                place = SlotRef(NOTHING)
-            step.takes.append(place)
-
-    def give(self, step: Step, chunk: int | None) -> None:
-        """Bind the results: the gradients of the stage's inputs, in the order of ``take_values``."""
-        block, moves, kind = self._block, step.after, step.stage.kind
-        key_slots: list[int] = []
-        for value, source in block.flow.taken[kind]:
-            if not kind.lane.computes:
-                step.gives += self._arriving(kind, value.layout, source, chunk)
-            elif value.layout in _SUMMED:
-                # None if the backward has added them to the sums itself.
-                step.gives.append(SlotRef(block.numbers.temporary()))
-                if value.layout is Layout.KEYS:
-                    key_slots.append(step.gives[-1].slot)
-                    giver = source.giver
-            else:
-                step.gives += self._add(value.layout, source, chunk, moves)
-        if key_slots:
-            moves.append(SlotOp(add_keys, block.slot("sums", giver), key_slots))
-
-    def of_hidden(self, chunks: Sequence[int], moves: list[SlotOp]) -> int:
-        """The slot of the gradient of the block's input; ``moves`` complete the rows of these chunks."""
-        block, layout = self._block, kinds.HIDDEN_STATES.layout
-        if block.is_kept_whole(_INPUT):
-            if self._input_slot is None:
-                self._input_slot = self._total(layout, _INPUT, None, moves)
-            return self._input_slot
-        slot = block.slot("rows of gradient", _INPUT)
-        for chunk in chunks:
-            spans = block.spans(layout, chunk)
-            for arrival in self._pending_grads.pop((_INPUT, chunk), ()):
-                earlier, rows = block.numbers.temporary(), arrival.slot
-                if arrival.source_rows is not None:
-                    rows = block.numbers.temporary()
-                    moves.append(SlotOp(gather, rows, (arrival.slot,), (arrival.source_rows,)))
-                moves.append(SlotOp(gather, earlier, (slot,), (spans,)))
-                moves.append(SlotOp(scatter, slot, (rows, earlier), (spans, block.num_rows(layout))))
-        return slot
-
-    def _total(self, layout: Layout, source: Source, chunk: int | None, moves: list[SlotOp]) -> int:
-        """The slot of the sum of all gradients of a value, or of a chunk of it."""
-        block = self._block
-        parts = [PendingGrad(block.slot("gradient", source, chunk))] if self._added[source, chunk] else []
-        if chunk is None and any(self._added[source, index] for index in block.indices):
-            parts.append(PendingGrad(block.slot("rows of gradient", source)))
-        parts += self._pending_grads.pop((source, chunk), ())
-        if len(parts) == 1 and parts[0] == PendingGrad(parts[0].slot):
-            return parts[0].slot
-        target, rows = block.numbers.temporary(), [(part.target_rows, part.source_rows) for part in parts]
-        slots = [part.slot for part in parts]
-        moves.append(SlotOp(total, target, slots, (block.num_rows(layout), rows)))
-        return target
-
-    def _add(self, layout: Layout, source: Source, chunk: int | None, moves: list[SlotOp]) -> list[SlotRef]:
-        """Where a computed stage puts its gradients of a value, to be added."""
-        block = self._block
-        if chunk is not None or block.is_kept_whole(source):
-            return [self._add_rows(layout, source, chunk, moves)]
-        if layout is Layout.CHUNK or len(block.indices) == 1:
-            return [self._add_rows(layout, source, index, moves) for index in block.indices]
-        whole = block.numbers.temporary()
-        for index in block.indices:
-            later: list[SlotOp] = []
-            part = self._add_rows(layout, source, index, later)
-            moves += [SlotOp(gather, part.slot, (whole,), (block.spans(layout, index),)), *later]
-        return [SlotRef(whole)]
-
-    def _add_rows(self, layout: Layout, source: Source, chunk: int | None, moves: list[SlotOp]) -> SlotRef:
-        """Where a stage puts its gradient of a chunk's rows, or of all rows if ``chunk`` is None."""
-        block = self._block
-        self._added[source, chunk] += 1
-        number, slot = self._added[source, chunk], block.slot("gradient", source, chunk)
-        is_part = chunk is not None and (source == _INPUT or block.is_kept_whole(source))
-        if is_part and number == block.num_added(source):
-            # The last gradient of these rows: the sum goes into the buffer of all rows.
-            buffer = block.slot("rows of gradient", source)
-            if number == 1:
-                return block.write(buffer, layout, chunk, moves)
-            given = block.numbers.temporary()
-            fixed = block.spans(layout, chunk), block.num_rows(layout)
-            moves.append(SlotOp(scatter, buffer, (given, slot), fixed))
-            return SlotRef(given)
-        if number == 1:
-            return SlotRef(slot)
-        given = block.numbers.temporary()
-        moves.append(SlotOp(add, slot, (given,)))
-        return SlotRef(given)
-
-    def _arriving(self, kind: StageKind, layout: Layout, source: Source, chunk: int | None) -> list[SlotRef]:
-        """Where a transfer puts its gradients. The stage that reads the sum runs later and adds them."""
-        block = self._block
-        places: list[SlotRef] = []
-        whole = block.is_kept_whole(source)
-        for index in [chunk] if whole or chunk is not None else block.indices:
-            rows = None if index is None else block.spans(layout, index)
-            each = chunk is not None or layout is Layout.CHUNK
-            slot = block.slot("arrival", kind, source, index if each else None)
-            spans = (rows, None) if whole else (None, None if each else rows)
-            self._pending_grads[source, None if whole else index].append(PendingGrad(slot, *spans))
-            if each or not places:
-                places.append(SlotRef(slot))
-        return places
-
-
-def gradients_of(blocks: Sequence[BlockLayout]) -> list[Gradients]:
-    """The gradients of each block, from the first to the last."""
-    gradients: list[Gradients] = []
-    for block in reversed(blocks):
-        gradients.insert(0, Gradients(block, gradients[0] if gradients else None))
-    return gradients

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.block_functions import BlockState, Function
 from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.host_copies import HostCopies
 from megatron_ampipe.runtime.moves import SlotOp, Slots, run_slot_ops
-from megatron_ampipe.runtime.saved_tensors import HostCopies, InnerTensors
+from megatron_ampipe.runtime.saved_tensors import InnerTensors, inputs_again
 from megatron_ampipe.runtime.segment import (
     BlockParameters,
     GradientSums,
@@ -233,8 +234,10 @@ class RunStage(Step):
             with torch.no_grad():
                 results: Sequence[Tensor | None] = function(block, stage.chunk, *inputs, **extras)
                 return results
+        recall = None
+        if self.recompute:
+            recall = inputs_again(inputs, extras.pop("first_again", None))
         bound = functools.partial(function, block, stage.chunk, **extras)
-        recall = block.recall(stage.kind, stage.chunk, inputs) if self.recompute else None
         segment = slots[self.segment] = Segment(bound, inputs, recall=recall, releases=self.releases)
         if state.comm_memory is not None:
             segment.comm_memory = state.comm_memory.record_use(inputs)
@@ -302,7 +305,6 @@ class Communicate(Step):
         chunks: The chunks that are transferred.
         direction: Forward for values in both passes, backward for gradients.
         parts: The range of arguments of each chunk.
-        restores: Slots of the graphs that use the transferred tensors through the state of the block.
     """
 
     transfers: ClassVar[bool] = True
@@ -310,14 +312,11 @@ class Communicate(Step):
     chunks: Sequence[int | None]
     direction: Direction
     parts: list[slice] = field(default_factory=list)
-    restores: Sequence[int] = ()
 
     def work(self, state: Pass, inputs: Slots) -> Transfer:
         """See :class:`Step`."""
         block, tensors = state.blocks[self.stage.layer], [inputs[part] for part in self.parts]
         transfer: Transfer = self.function(block, self.chunks, tensors, self.direction)
-        if state.comm_memory is not None:
-            _record_in_graphs(state, state.comm_memory, self.restores, transfer.uses, transfers=True)
         return transfer
 
 

@@ -9,16 +9,9 @@ from megatron_ampipe.schedule.partners import LISTED, MEGATRON, Partner
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.pipeline import (
     ALL_LAYERS,
-    COPYING,
-    KEEP,
-    PAPER_NAMES,
-    STRATEGIES,
     Exchange,
     NodeLayout,
     Pipeline,
-    check_memory,
-    chunk_strategies,
-    memory_to_text,
     parse_exchanges,
     parse_shares,
     parse_stack,
@@ -28,6 +21,20 @@ from megatron_ampipe.schedule.pipeline import (
     with_memory,
 )
 from megatron_ampipe.schedule.program import Program, Schedule, Stage, issue_order, stream_of
+from megatron_ampipe.schedule.saved import (
+    COPYING,
+    KEEP,
+    PAPER_NAMES,
+    STRATEGIES,
+    ExpertsSaved,
+    RecomputeRequest,
+    Saved,
+    SavedPolicy,
+    check_memory,
+    chunk_strategies,
+    decide,
+    memory_to_text,
+)
 from megatron_ampipe.schedule.stage_kind import Direction, Layout, StageKind, Value
 from megatron_ampipe.schedule.text import (
     check,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from megatron_ampipe.block.megatron_settings import (
     AttentionSettings,
@@ -18,6 +17,7 @@ from megatron_ampipe.block.megatron_settings import (
     RouterSettings,
 )
 from megatron_ampipe.block.settings import Settings
+from megatron_ampipe.schedule.saved import SAVES_ALL, SavedPolicy
 from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
 BALANCED = ("sinkhorn", "quantile_balancing")
@@ -46,19 +46,6 @@ WEIGHTS_TOGETHER = (
 """Why layers cannot run a schedule that computes gradients of weights apart, and what to do."""
 
 
-class Restored(StrEnum):
-    """How the backward pass of the experts gets activations that their forward pass has not saved."""
-
-    REBUILD = "rebuild"
-    """Inner tensors of the experts are recomputed."""
-    REDISPATCH = "redispatch"
-    """Tokens are dispatched again."""
-    OFFLOAD = "offload"
-    """Inner tensors of the experts are kept in host memory."""
-    OFFLOAD_TOKENS = "offload_tokens"
-    """Received tokens are kept in host memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class BlockFeatures:
     """The features of a block.
@@ -71,12 +58,7 @@ class BlockFeatures:
         ordered_routing: Chunks must be routed from first to last, because they share the experts' capacity.
         chooses: The router chooses experts for all chunks at once.
         chunked_qkv: Queries, keys and values can be projected chunk by chunk.
-        recomputed: Full recompute: the forward pass saves only the input of the block, and its stages run
-            again in the backward pass (``Stage.is_recompute``).
-        drops_normed: The input of router and experts is not saved; the norm before them runs again in the
-            backward pass.
-        restored: Activations of the experts that are not saved, and how the backward pass restores them: for
-            each chunk of the backward pass, or one entry for all chunks.
+        saved: What the stages save between forward and backward, and how the backward pass gets the rest.
         condensed: Similar tokens are sent once.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
         reduces: The backward pass has a stage that reduces parameter gradients over data-parallel ranks.
@@ -99,9 +81,7 @@ class BlockFeatures:
     ordered_routing: bool = False
     chooses: bool = False
     chunked_qkv: bool = False
-    recomputed: bool = False
-    drops_normed: bool = False
-    restored: tuple[tuple[Restored, ...], ...] = ()
+    saved: SavedPolicy = SAVES_ALL
     condensed: bool = False
     flex: bool = False
     reduces: bool = False
@@ -118,27 +98,23 @@ class BlockFeatures:
         """Whether context-parallel ranks pass keys around in a ring."""
         return self.ring_ranks > 1
 
-    def restores(self, method: Restored) -> bool:
-        """Whether any chunk uses this method."""
-        return any(method in methods for methods in self.restored)
+    @property
+    def recomputed(self) -> bool:
+        """Full recompute: the forward pass saves only the input of the block, and its stages run again."""
+        return self.saved.recomputes_block
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
-        """The features with ``restored`` for one chunk, in a pass of this degree (None: the backward degree).
-
-        A forward chunk that covers several backward chunks has the methods of each of them.
-        """
-        count = len(self.restored)
-        if count <= 1:
+        """The features for one chunk, see :meth:`SavedPolicy.of_chunk`."""
+        if len(self.saved.experts) <= 1:
             return self
-        degree = count if degree is None else degree
-        first, end = chunk * count // degree, -(-(chunk + 1) * count // degree)
-        return replace(self, restored=self.restored[first:end])
+        return replace(self, saved=self.saved.of_chunk(chunk, degree))
 
     @property
     def without_experts(self) -> BlockFeatures:
         """The features of a block with the same attention and an MLP."""
-        kept = ("chunked_qkv", "recomputed", "reduces", "row_links", "gathers_rows", "ring_ranks")
-        return BlockFeatures(dense=True, **{name: getattr(self, name) for name in kept})
+        kept = ("chunked_qkv", "reduces", "row_links", "gathers_rows", "ring_ranks")
+        saved = self.saved._replace(experts=())
+        return BlockFeatures(dense=True, saved=saved, **{name: getattr(self, name) for name in kept})
 
     @property
     def without_attention(self) -> BlockFeatures:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_ampipe.schedule.features import BlockFeatures, Restored
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.saved import Saved
 from megatron_ampipe.schedule.stage_kind import (
     COMM_LANE,
     COMPUTE_LANE,
@@ -56,7 +57,7 @@ GATHER_ROWS = StageKind("gather-rows", TENSOR_LANE, _EITHER, takes=(_INPUT,), gi
 """All-gather of the rows of all tensor-parallel ranks; backward a reduce-scatter."""
 QKV = StageKind("qkv", COMPUTE_LANE, _EITHER, takes=(HIDDEN_STATES,), gives=(QUERY, _KEY, _VALUE))
 """Input norm, unless :data:`INPUT_NORM` does it, query/key/value projection, rotary embedding."""
-REGATHER_ROWS = StageKind("regather-rows", TENSOR_LANE, _EITHER, directions=_BACKWARD, restores=QKV)
+REGATHER_ROWS = replace(GATHER_ROWS, name="regather-rows", directions=_BACKWARD, restores=QKV)
 """The same all-gather in the backward pass: a rank saves only the rows that it owns."""
 _RING = (RING_KEY, RING_VALUE)
 ATTEND = StageKind("attend", COMPUTE_LANE, _EITHER, takes=(QUERY, *_RING), gives=(CONTEXT,), covers_wait=True)
@@ -219,12 +220,12 @@ def _attention(block: BlockFeatures) -> _Candidates:
     if block.ring:
         qkv = replace(qkv, gives=(QUERY, RING_KEY, RING_VALUE))
     unscattered = tuple(value for value in ATTENTION.takes if value != HIDDEN_STATES)
+    saved = block.saved
     return [
         (block.gathers_rows, replace(INPUT_NORM, scope=scope)),
         (block.gathers_rows, replace(GATHER_ROWS, scope=scope, lane=lane)),
         (True, qkv),
-        # A recomputed block gathers again anyway.
-        (block.gathers_rows and not block.recomputed, replace(REGATHER_ROWS, scope=scope, lane=lane)),
+        (block.gathers_rows and saved.resends_rows, replace(REGATHER_ROWS, scope=scope, lane=lane)),
         *((block.ring, kind) for kind in ring_rows(block.ring_ranks)),
         (True, replace(ATTENTION, takes=unscattered, gives=(PARTIAL,)) if scatters else ATTENTION),
         (scatters, replace(SCATTER_ROWS, lane=lane)),
@@ -237,7 +238,11 @@ def _experts(block: BlockFeatures) -> _Candidates:
     # Ranks that share an expert use the links within their node, if tokens are sent between nodes.
     node_lane = INTRA_LANE if block.nodes or block.gathers == INTRA else COMM_LANE
     gathers = bool(block.gathers)
-    rebuilds, redispatches, offloads, offloads_tokens = map(block.restores, Restored)
+    saved = block.saved
+    redispatches = saved.restores(tokens=Saved.RESEND)
+    offloads = saved.restores(inner=Saved.HOST)
+    offloads_tokens = any(policy.stores_tokens for policy in saved.experts)
+    repermute = REPERMUTE if saved.normed is Saved.KEEP else replace(REPERMUTE, takes=())
     # The outputs of latent experts are projected here, so the backward needs their values.
     merge = replace(MERGE, takes=(_EXPERT_OUTPUT, *MERGE.takes[1:])) if block.latent else MERGE
     return [
@@ -258,12 +263,12 @@ def _experts(block: BlockFeatures) -> _Candidates:
         (True, COMBINE),
         (block.condensed, EXPAND),
         (True, merge),
-        (redispatches, replace(REPERMUTE, takes=()) if block.drops_normed else REPERMUTE),
+        (redispatches, repermute),
         (redispatches, REDISPATCH),
         (redispatches and block.nodes, RESPREAD),
         (offloads_tokens, LOAD_TOKENS),
         (gathers and (redispatches or offloads_tokens), replace(REGATHER, lane=node_lane)),
-        (rebuilds, REBUILD),
-        (any({Restored.OFFLOAD, Restored.REDISPATCH} <= {*methods} for methods in block.restored), RESORT),
+        (saved.restores(inner=Saved.RECOMPUTE), REBUILD),
+        (saved.restores(tokens=Saved.RESEND, inner=Saved.HOST), RESORT),
         (offloads, LOAD),
     ]

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import data_flow, needs_of
-from megatron_ampipe.schedule.features import BlockFeatures, Restored
+from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
 from megatron_ampipe.schedule.passes import placed
 from megatron_ampipe.schedule.program import Program, Schedule, Stage, completed
+from megatron_ampipe.schedule.saved import Saved
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 
 
@@ -41,8 +42,9 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
     if backward_degree in (None, degree):
         schedule = _BUILDERS[name](degree, features)
     else:
-        # ``restored`` is by chunk of the backward pass.
-        schedule = _BUILDERS[name](degree, replace(features, restored=()))
+        # The policy of the experts is by chunk of the backward pass.
+        saves_all = replace(features, saved=features.saved._replace(experts=()))
+        schedule = _BUILDERS[name](degree, saves_all)
         backward = _BUILDERS[name](backward_degree, features).backward
         schedule = replace(schedule, backward=backward, backward_degree=backward_degree)
     return placed(schedule, [features])
@@ -300,7 +302,7 @@ def _program(
             lanes.setdefault(transfer.kind.lane.name, []).append(transfer)
 
     for stage in comm:
-        sends_again = features.of_chunk(stage.chunk or 0).restores(Restored.REDISPATCH)
+        sends_again = features.of_chunk(stage.chunk or 0).saved.restores(tokens=Saved.RESEND)
         if direction is Direction.BACKWARD and stage.kind == COMBINE and sends_again:
             add(Stage(kinds.REDISPATCH, stage.chunk))
         add(stage)

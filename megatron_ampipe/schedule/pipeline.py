@@ -1,8 +1,6 @@
 """How blocks run: chunks of the sequence, order of the stages, exchange of tokens, and saved activations.
 
-``--ampipe-exchange`` says how the all-to-all groups copies of a token, and ``--ampipe-memory`` what experts
-save for their backward. For the latter see MPipeMoE, section III-D and table II, where received tokens are
-T_DI and the experts' inner tensors (outputs of the first linear layer and the activation) are T_M.
+``--ampipe-exchange`` says how the all-to-all groups copies of a token; what experts save is in :mod:`.saved`.
 
 A :class:`Pipeline` is the only type that stores degrees and shares. It is created from flags, plans and
 benchmark grids; ``--ampipe-degree auto`` replaces it between two iterations; blocks read it from
@@ -11,7 +9,7 @@ benchmark grids; ``--ampipe-degree auto`` replaces it between two iterations; bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -20,12 +18,13 @@ from megatron_ampipe.block.megatron_settings import LayoutSettings, MegatronSett
 from megatron_ampipe.block.settings import AUTO, SETTING, Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
-from megatron_ampipe.schedule.features import BlockFeatures, Restored, expert_tensor_ranks
+from megatron_ampipe.schedule.features import BlockFeatures, expert_tensor_ranks
 from megatron_ampipe.schedule.kinds import QKV
 from megatron_ampipe.schedule.orders import SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.partners import Partner, in_order_of
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.program import Schedule
+from megatron_ampipe.schedule.saved import KEEP, STRATEGIES, Saved, check_memory, chunk_strategies
 from megatron_ampipe.schedule.stage_kind import Direction
 from megatron_ampipe.schedule.text import check
 
@@ -113,63 +112,10 @@ def with_exchange(features: BlockFeatures, exchange: Exchange) -> BlockFeatures:
     return features if features.dense else replace(features, nodes=exchange.has_two_hops)
 
 
-KEEP = "keep"
-"""The strategy that saves everything and restores nothing."""
-
-STRATEGIES: Mapping[str, tuple[Restored, ...]] = {
-    KEEP: (),
-    "rebuild": (Restored.REBUILD,),
-    "redispatch": (Restored.REBUILD, Restored.REDISPATCH),
-    "offload": (Restored.OFFLOAD,),
-    "S2": (Restored.REDISPATCH, Restored.OFFLOAD),
-    "S3": (Restored.REBUILD, Restored.OFFLOAD_TOKENS),
-}
-"""How each strategy restores activations, as in ``BlockFeatures.restored``.
-
-``S2`` and ``S3`` are from the paper's table II. ``rebuild`` is not in it: it saves received tokens and
-recomputes inner tensors. Of the first three strategies, each saves less than the one before.
-"""
-PAPER_NAMES: Mapping[str, str] = {"S1": "offload", "S4": "redispatch"}
-"""Names in the same table for other strategies."""
-COPYING = ("offload", "S2", "S3")
-"""The strategies that copy to host memory."""
-
-
 def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
     """The features of a block that trains with a memory strategy, which has no effect on a block without
     experts or with full recompute."""
-    if features.dense or features.recomputed:
-        return features
-    restored = tuple(STRATEGIES[name] for name in chunk_strategies(memory))
-    return replace(features, restored=restored if any(restored) else ())
-
-
-def chunk_strategies(memory: str) -> tuple[str, ...]:
-    """The strategy of each chunk of the backward pass, first chunk first; or one strategy for all."""
-    return tuple(PAPER_NAMES.get(name, name) for name in memory.split("/"))
-
-
-def memory_to_text(names: Sequence[str]) -> str:
-    """The text that :func:`chunk_strategies` parses; one name if all chunks have the same strategy."""
-    return names[0] if len(set(names)) == 1 else "/".join(names)
-
-
-def check_memory(memory: str, *, backward_degree: int | None = None, flag: str = "--ampipe-memory") -> None:
-    """Raise :class:`BadInput` unless the text names strategies, one for all chunks or one for each.
-
-    Their number is not checked if ``backward_degree`` is not known yet (None).
-    """
-    names = chunk_strategies(memory)
-    for name in names:
-        if name not in STRATEGIES:
-            rule = f"is not one of {', '.join((*STRATEGIES, *PAPER_NAMES))}"
-            remedy = f"Use {flag} rebuild, or leave it out to keep everything."
-            raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
-    if backward_degree is not None and len(names) not in (1, backward_degree):
-        rule = f"names strategies of {len(names)} chunks, and the backward pass has {backward_degree}"
-        example = "/".join([KEEP, *["rebuild"] * (backward_degree - 1)])
-        remedy = f"Name one of all chunks, or one of each: {flag} {example}."
-        raise BadInput(flag, memory, rule=rule, remedy=remedy)
+    return features if features.dense else replace(features, saved=features.saved.with_memory(memory))
 
 
 ALL_LAYERS = 0
@@ -225,8 +171,8 @@ class Pipeline:
         order: A schedule that replaces the named one, with the same degrees: of one block, or one that
             repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
-        memory: What the experts save for their backward: one of :data:`STRATEGIES`, or one
-            for each chunk of the backward pass (:func:`chunk_strategies`).
+        memory: What the experts save for their backward: one of :data:`~.saved.STRATEGIES`, or
+            one for each chunk of the backward pass (:func:`~.saved.chunk_strategies`).
         exchange: How the all-to-all groups copies of a token.
         partner: How passes with a partner run; None without ``--ampipe-partner``.
         partnered: Directions in which a micro-batch has a partner; set by :meth:`with_partners`.
@@ -327,7 +273,7 @@ class Pipeline:
         if order is None:
             # Builders only know blocks with experts; ``unrolled`` adds stages of dense blocks and recompute.
             block = next((block for block in layers if not block.dense), layers[0])
-            order = self._named_order(replace(block, recomputed=False))
+            order = self._named_order(replace(block, saved=block.saved._replace(block=Saved.KEEP)))
         schedule = unrolled(order if len(layers) == 1 else period(order), layers)
         if self.partner is not None:
             for direction in self.partnered:
@@ -430,7 +376,7 @@ def check_condense(settings: Settings, pipeline: Pipeline) -> None:
         rule = f"with --ampipe-exchange {exchange}, a row is for several experts and returns their sum"
         remedy = f"Use --ampipe-exchange rows, or leave {setting.flag} out."
         raise setting.refuse(settings.condense, rule, remedy)
-    if any("redispatch" in STRATEGIES[name] for name in chunk_strategies(memory)):
+    if any(STRATEGIES[name].tokens is Saved.RESEND for name in chunk_strategies(memory)):
         rule = f"with --ampipe-memory {memory}, the similar tokens would have to be chosen again"
         remedy = f"Use --ampipe-memory rebuild, or leave {setting.flag} out."
         raise setting.refuse(settings.condense, rule, remedy)

@@ -216,7 +216,6 @@ def _write_shown(predictor: Predictor, pipeline: Pipeline, arguments: argparse.N
 
 
 UNNAMED = SimpleNamespace(
-    recomputed=(),
     stage_parameters={},
     run=lambda kind: (0, None),
     differentiate=lambda kind: (0, None),
@@ -229,6 +228,6 @@ def tape_text(schedule: Schedule, layers: Sequence[BlockFeatures], chunks: Seque
     """The tapes of both passes, as text."""
     # By name: planning itself needs no torch.
     compiler = importlib.import_module("megatron_ampipe.runtime.compile")
-    options = {"keep_graph": True, "host_waits": True, "threads": False}
+    options = compiler.TapeOptions(keep_graph=True, host_waits=True, threads=False)
     functions = [UNNAMED] * len(layers)
-    return f"{compiler.compiled(schedule, layers, chunks=chunks, functions=functions, **options)}\n"
+    return f"{compiler.compiled(schedule, layers, chunks=chunks, functions=functions, options=options)}\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_ampipe.errors import AMPipeError, RunFailed
+from megatron_ampipe.errors import INTERRUPTED, AMPipeError, RunFailed
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import at_least, configs_folder
 from megatron_ampipe.files.outputs import Report, ReportView
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("quickstart: interrupted; run it again, the data is kept", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -139,7 +139,7 @@ def _lanes_of(timeline: Timeline) -> list[str]:
 
 
 def _draw_rows(axes: Axes, num_lanes: int, *, is_predicted: bool) -> None:
-    """Draw what is behind the bars."""
+    """Draw what is under the bars."""
     stripe = _PREDICTED_STRIPE if is_predicted else _STRIPE
     for row in range(num_lanes):
         axes.axhspan(row - 0.48, row + 0.48, color=stripe, linewidth=0, zorder=0)

@@ -21,9 +21,8 @@ from typing import Any
 from gpu_check import code, wheels
 from gpu_check.plan import BUDGET_S, REPOSITORY, Step, chosen, plan
 from gpu_check.steps import Device, Done, Outcome, Surroundings, missing, run
-from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
+from megatron_ampipe.errors import INTERRUPTED, AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 
-_INTERRUPTED = 130
 _EXAMPLES = """
 What is missing on a machine without a network is brought there, with the commit that is checked:
 
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("gpu_check: interrupted; what was running was ended, and its results kept", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -104,7 +104,7 @@ def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[
     from dataclasses import replace
 
     from megatron_ampipe.block.settings import Settings
-    from megatron_ampipe.schedule import Exchange, Pipeline
+    from megatron_ampipe.schedule import Exchange, Pipeline, RecomputeRequest, decide
     from megatron_ampipe.schedule.features import features_of_settings
 
     flags = dict(pipeline)
@@ -118,9 +118,10 @@ def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[
         shares_schedule=layers > 1,
         local=block.get("local", False),
     )
-    features = replace(
-        features, **{name: block[name] for name in own[1:5] if name in block and not features.dense}
-    )
+    given = {name: block[name] for name in own[2:5] if name in block}
+    if block.get("recomputed", False):
+        given["saved"] = decide(RecomputeRequest(full=True))
+    features = features if features.dense else replace(features, **given)
     exchange = Exchange(flags.pop("exchange", "rows"))
     chosen = Pipeline.of(flags.pop("degree"), exchange=exchange, stack=layers, **flags)
     trained = [chosen.trained(features)] * layers

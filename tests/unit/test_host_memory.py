@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from megatron_ampipe.runtime.saved_tensors import SMALLEST_BLOCK, HostCopies, block_sizes
+from megatron_ampipe.runtime.host_copies import SMALLEST_BLOCK, HostCopies, block_sizes
 
 
 def stored_copies(tensor: torch.Tensor) -> HostCopies:

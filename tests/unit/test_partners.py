@@ -19,7 +19,7 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.runtime import partners
-from megatron_ampipe.runtime.compile import compiled
+from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.schedule import KEEP, LISTED, Direction, Exchange, Partner, Pipeline, program_from_text
 from megatron_ampipe.schedule.partners import merge_passes
@@ -103,9 +103,7 @@ def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
             predictor.layers,
             chunks=of_pass.chunks(predictor.block.rows),
             functions=[UNNAMED] * 3,
-            keep_graph=True,
-            host_waits=True,
-            threads=False,
+            options=TapeOptions(keep_graph=True, host_waits=True, threads=False),
         ).passes
         joint = partners.merged(tapes[Direction.BACKWARD], tapes[Direction.FORWARD], partner, host_waits=True)
         lanes: dict[str, list[str]] = {}

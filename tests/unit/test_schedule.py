@@ -20,10 +20,12 @@ from megatron_ampipe.schedule import (
     Direction,
     Pipeline,
     Program,
+    RecomputeRequest,
     Schedule,
     Stage,
     build,
     check,
+    decide,
     from_text,
     issue_order,
     kinds,
@@ -36,6 +38,7 @@ from megatron_ampipe.schedule import (
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 DENSE = BlockFeatures(dense=True, chunked_qkv=True)
+RECOMPUTED = decide(RecomputeRequest(full=True))
 EXPERTS = BlockFeatures(losses=True, shared=True, ordered_routing=True, chunked_qkv=True)
 
 names = st.sampled_from(SCHEDULE_NAMES)
@@ -87,7 +90,7 @@ def test_a_pipeline_schedules_any_blocks(
 ) -> None:
     forward, backward = degrees
     if again:
-        layers = tuple(replace(layer, recomputed=True) for layer in layers)
+        layers = tuple(replace(layer, saved=RECOMPUTED) for layer in layers)
     memory = "/".join(data.draw(st.lists(memories, min_size=backward, max_size=backward)))
     pipeline = Pipeline.of(forward, backward_degree=backward, schedule=name, stack=0, memory=memory)
     layers = tuple(pipeline.trained(layer) for layer in layers)
@@ -163,7 +166,7 @@ def test_a_wrong_order_is_refused() -> None:
     with pytest.raises(BadInput, match="losses 0 times"):
         check(schedule, [EXPERTS])
     with pytest.raises(BadInput, match="has a stage again:"):
-        check(Pipeline.of(2).schedule_of([replace(PLAIN, recomputed=True)]), [PLAIN])
+        check(Pipeline.of(2).schedule_of([replace(PLAIN, saved=RECOMPUTED)]), [PLAIN])
     routed = build("sequential", degree=2, features=BlockFeatures())
     first, *rest = routed.forward.stages
     half = len(rest) // 2

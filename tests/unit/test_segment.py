@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.saved_tensors import DroppedOutput, recomputed
+from megatron_ampipe.runtime.saved_tensors import DroppedOutput, not_saving
 from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 
@@ -70,14 +70,14 @@ def test_a_dropped_output_is_computed_again_once_for_all_stages_that_took_it() -
     del parts, copy
     calls.clear()
 
-    dropped = DroppedOutput(norm)
-    giver = Segment(lambda rows: (dropped.compute(rows),), [given])
+    dropped = DroppedOutput()
+    giver = Segment(lambda rows: (dropped.compute(norm, rows),), [given])
     (output,), giver.values = giver.values, ()
     takers = []
     for half in range(2):
 
         def stage(rows: Tensor, half: int = half) -> tuple[Tensor, ...]:
-            with recomputed(rows, lambda: dropped.recompute().split(3)[half]):
+            with not_saving(rows, lambda: dropped.recompute().split(3)[half]):
                 return project(rows, weight)
 
         takers.append(Segment(stage, [output.split(3)[half]]))

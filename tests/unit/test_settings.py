@@ -3,13 +3,16 @@
 import argparse
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from megatron_ampipe.block.settings import ExchangeName
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import config_names, find_config, load, shown
 from megatron_ampipe.launch import config_files, flags
 from megatron_ampipe.launch.config_files import resolve
+from megatron_ampipe.schedule import Exchange
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -174,3 +177,8 @@ def test_a_plan_of_the_command_line_replaces_what_files_say_of_it(
     # Of one place, neither is meant more than the other.
     own = ["--ampipe-plan", "p.yaml", "--ampipe-degree", "4"]
     assert resolve(own, parser).words == tuple(own)
+
+
+def test_the_names_of_exchanges_are_those_that_schedules_know() -> None:
+    """The flag, which no schedule may be imported for, and the format of plan files have them from here."""
+    assert get_args(ExchangeName) == tuple(exchange.value for exchange in Exchange)

@@ -9,7 +9,7 @@ or receives from others, whichever is more. The small exchange of counts takes n
 A GPU changes its clock rate, so a number of cycles is not a time. Its ``%globaltimer`` counts nanoseconds;
 torch compiles the kernel that reads it (NVRTC). Where that fails, or the timer is wrong, cycles are counted.
 
-Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
+Emulated peers are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
 as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
 these tokens are the ones that this rank sends it, with the opposite sign. This equals one rank with all
 experts, in which expert ``l`` of every other rank has the weights of this rank's expert ``l``, all negated;

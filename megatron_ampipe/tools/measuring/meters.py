@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ampipe.files.timeline import StageSpan
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor, RunCall, UsedMemory, finish, run_on_host
+from megatron_ampipe.runtime.host_copies import is_host_memory
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.saved_tensors import is_host_memory
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds, stage_from_text
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE

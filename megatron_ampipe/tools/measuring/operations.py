@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.collectives import exchange_rows
 from megatron_ampipe.runtime.executors import CudaExecutor, ThreadExecutor
-from megatron_ampipe.runtime.saved_tensors import HostCopies
+from megatron_ampipe.runtime.host_copies import HostCopies
 from megatron_ampipe.schedule import Direction, Span
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.measuring import timed_passes

@@ -194,8 +194,9 @@ def run[Job: TrainingJob](
     """
     logged: list[tuple[float, float]] = []
 
-    def on_message(_rank: int, event: str, value: Mapping[str, float]) -> None:
+    def on_message(_rank: int, event: str, value: Mapping[str, float] | None) -> None:
         if event == "iteration":
+            assert value is not None
             logged.append((value["ms"], value["lm_loss"]))
             on_iteration()
 
