@@ -112,7 +112,10 @@ def attend_backward(
     *,
     sums: KeyValueSums,
 ) -> Sequence[Tensor | None]:
-    """The gradients of the inputs of :func:`attend`. Step 0, the last to run, gives those of the queries."""
+    """The gradients of the inputs of :func:`attend`. Step 0, the last to run, gives those of the queries.
+
+    The parameters are those of every backward function of a stage (``runtime.segment``).
+    """
     query_gradient = state.ring.differentiate(step, chunk, gradient, key, value, sums)
     if query_gradient is None:
         return None, None, None, gradient
