@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_ampipe.launch.megatron_types import BucketGroup, Model
 from megatron_ampipe.runtime.collectives import Waitable
 from megatron_ampipe.runtime.reductions import Reductions
 
@@ -21,7 +21,7 @@ from megatron_ampipe.runtime.reductions import Reductions
 class Hook:
     """Base class of hooks; its methods do nothing. All ranks call each method equally often."""
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         """Called before the first step with the parts of the model on this rank, in Megatron's wrappers."""
 
     def before_step(self) -> None:
@@ -48,7 +48,7 @@ class Hooks:
         """Add a hook; it is called from now on."""
         self._hooks.append(hook)
 
-    def replace(self, owner: Any, name: str, function: Any) -> None:
+    def replace(self, owner: object, name: str, function: object) -> None:
         """Replace a function of Megatron until :meth:`remove`."""
         self._restore.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, function)
@@ -75,11 +75,11 @@ class Hooks:
         while self._hooks:
             self._hooks.pop(0).at_end()
 
-    def around_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+    def around_step[**P, Output](self, train_step: Callable[P, Output]) -> Callable[P, Output]:
         """Megatron's ``train_step``, wrapped to call the hooks before and after it."""
 
         @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: P.args, **kwargs: P.kwargs) -> Output:
             for hook in self._hooks:
                 hook.before_step()
             step_output = train_step(*args, **kwargs)
@@ -89,14 +89,14 @@ class Hooks:
 
         return step
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         """Call every hook with the wrapped models of this rank."""
         for hook in self._hooks:
             hook.models_built(models)
 
-    def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_log[**P, Output](self, training_log: Callable[P, Output]) -> Callable[P, Output]:
         @functools.wraps(training_log)
-        def log(*args: Any, **kwargs: Any) -> Any:
+        def log(*args: P.args, **kwargs: P.kwargs) -> Output:
             report_memory = training_log(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_log()
@@ -105,7 +105,7 @@ class Hooks:
         return log
 
 
-def on_training_stream(construct: Callable[..., Any]) -> Callable[..., Any]:
+def on_training_stream[**P](construct: Callable[P, None]) -> Callable[P, None]:
     """Wrap the constructor of Megatron's ``DistributedDataParallel`` to run on the training stream.
 
     The accumulation nodes that it keeps belong to the current stream. Megatron builds it on a separate
@@ -113,9 +113,9 @@ def on_training_stream(construct: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(construct)
-    def constructing(*args: Any, **kwargs: Any) -> Any:
+    def constructing(*args: P.args, **kwargs: P.kwargs) -> None:
         with torch.cuda.stream(torch.cuda.default_stream()):
-            return construct(*args, **kwargs)
+            construct(*args, **kwargs)
 
     return constructing
 
@@ -130,26 +130,27 @@ class PlacedReductions(Hook):
     def __init__(self, reductions: Reductions) -> None:
         self._reductions = reductions
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         for model in models:
             for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
                 defer_grad_sync(group, self._reductions)
 
 
-def defer_grad_sync(group: Any, reductions: Reductions) -> None:
+def defer_grad_sync(group: BucketGroup, reductions: Reductions) -> None:
     """Make a ``_ParamAndGradBucketGroup`` of Megatron request its reduction instead of starting it."""
     start_now, finish_now = group.start_grad_sync, group.finish_grad_sync
     finishing = False
 
     @functools.wraps(start_now)
-    def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+    def start_grad_sync(*args: object, **kwargs: object) -> None:
         def start() -> Waitable | None:
             start_now(*args, **kwargs)
             if group.grad_reduce_handle is None:
                 return None
             # Both the schedule and Megatron wait for it.
-            group.grad_reduce_handle = WaitedOnce(group.grad_reduce_handle, on_cuda=reductions.on_cuda)
-            return group.grad_reduce_handle
+            handle = WaitedOnce(group.grad_reduce_handle, on_cuda=reductions.on_cuda)
+            group.grad_reduce_handle = handle
+            return handle
 
         if finishing:
             # In the first iteration, Megatron starts a reduction only when it finishes it.
@@ -158,7 +159,7 @@ def defer_grad_sync(group: Any, reductions: Reductions) -> None:
             reductions.ask(id(group), start)
 
     @functools.wraps(finish_now)
-    def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
+    def finish_grad_sync(*args: object, **kwargs: object) -> None:
         nonlocal finishing
         if reductions.is_held(id(group)):
             reductions.start_all()

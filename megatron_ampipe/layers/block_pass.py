@@ -14,7 +14,7 @@ from megatron_ampipe.exchange.codecs import Condensed
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.runtime.block_functions import Function
-from megatron_ampipe.schedule import BlockFeatures, Chunk, StageKind, kinds
+from megatron_ampipe.schedule import BlockFeatures, Chunk, Saved, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
 
 
@@ -64,7 +64,7 @@ class BlockPass:
         if features.attention:
             self.attend = block.attend(hidden.is_cuda, self.documents is not None)
             self.ring_ranks = block.attention_layer.pg_collection.cp
-        self.draws = features.saved.recomputes_block and block.draws
+        self.draws = features.saved.block is Saved.RECOMPUTE and block.draws
         # The random states of the stages that will be recomputed.
         self._states: dict[object, tuple[object, ...]] = {}
         self._num_rows, self._batch = hidden.shape[:2]

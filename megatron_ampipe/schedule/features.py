@@ -189,7 +189,12 @@ def has_other_fp8_recipe(settings: object) -> bool:
 
 def rows_of_tile(settings: object, batch: int) -> int:
     """The number that a chunk's rows, of ``batch`` tokens each, must be a multiple of for whole FP8 tiles."""
-    tile = FP8_TILES.get(fp8_recipe(settings) or "", 1)
+    return rows_of_recipe(fp8_recipe(settings), batch)
+
+
+def rows_of_recipe(recipe: str | None, batch: int) -> int:
+    """As :func:`rows_of_tile`, for an FP8 recipe; None without FP8."""
+    tile = FP8_TILES.get(recipe or "", 1)
     return tile // math.gcd(tile, batch)
 
 
@@ -198,7 +203,7 @@ def counts_inside(settings: MegatronSettings) -> bool:
     if settings.moe_token_dispatcher_type != "flex":
         return False
     ranks = settings.expert_model_parallel_size * expert_tensor_ranks(settings)
-    backend = getattr(settings, "moe_flex_dispatcher_backend", "deepep")
+    backend = getattr(settings, "moe_flex_dispatcher_backend", None) or "deepep"
     return backend != "deepep" or ranks > DEEPEP_RANKS_OF_NODE
 
 
@@ -245,7 +250,7 @@ def ring_hindrance(settings: AttentionSettings) -> str | None:
         return "attention dropout"
     if settings.window_size is not None:
         return "an attention window"
-    if getattr(settings, "softmax_type", "vanilla") != "vanilla":
+    if (getattr(settings, "softmax_type", None) or "vanilla") != "vanilla":
         return "attention sinks"
     return None
 

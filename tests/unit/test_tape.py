@@ -15,7 +15,7 @@ from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import ALL_KINDS, Direction, SequenceLayout
-from megatron_ampipe.tools.plan_command import UNNAMED
+from megatron_ampipe.tools.plan_command import PrintedFunctions
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
 
@@ -34,7 +34,7 @@ def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph:
         schedule,
         layers,
         chunks=chosen.chunks(ROWS * context, layout),
-        functions=[UNNAMED] * len(layers),
+        functions=[PrintedFunctions()] * len(layers),
         options=TapeOptions(keep_graph=keep_graph, host_waits=not threads, threads=threads),
     )
 
