@@ -42,12 +42,12 @@ def in_precision(function: Function, layer: TransformerLayer) -> Function:
 
 def linear_layers_of_te(parts: Iterable[Module]) -> Sequence[TransformerEngineLinear]:
     """The linear layers of Transformer Engine within these modules, each once."""
-    found: dict[Module, None] = {}
+    linears: dict[Module, None] = {}
     for part in parts:
         for module in part.modules():
             if hasattr(module, "is_first_microbatch"):
-                found[module] = None
-    return cast(Sequence[TransformerEngineLinear], tuple(found))
+                linears[module] = None
+    return cast(Sequence[TransformerEngineLinear], tuple(linears))
 
 
 def begin_micro_batch(linears: Sequence[TransformerEngineLinear], *, fp8: bool) -> None:

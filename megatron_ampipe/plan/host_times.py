@@ -68,12 +68,12 @@ def by_host_time(predictor: Predictor, chosen: Pipeline, **options: Unpack[PlanO
     options["full"] = False
     options["exchanges"] = (chosen.exchange,)
     options["degrees"] = few_degrees or degrees
-    found: dict[float, HostRow] = {}
+    rows: dict[float, HostRow] = {}
 
     def row(factor: float) -> HostRow:
-        if factor not in found:
-            found[factor] = _row(predictor, factor, options)
-        return found[factor]
+        if factor not in rows:
+            rows[factor] = _row(predictor, factor, options)
+        return rows[factor]
 
     return list(_changes(row))
 
