@@ -8,20 +8,41 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack
 
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.schedule import StageKind
 
-if TYPE_CHECKING:
-    from megatron_ampipe.layers.block_modules import BlockModules
-
 Tensors = Sequence[Sequence[Tensor]]
 """The tensors that a transfer sends, by chunk."""
-Reads = Callable[["BlockModules"], Iterable[Module | Parameter | None]]
+
+
+class ReadBlock(Protocol):
+    """What says which modules of a block (``block_modules.BlockModules``) a stage reads."""
+
+    attention_layer: TransformerLayer
+    moe_layer: TransformerLayer
+    moe: MoELayer
+    attends: bool
+    """Whether the block includes attention."""
+    is_latent: bool
+    """Whether the experts work on projected tokens."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the router chooses for all chunks at once."""
+
+    @property
+    def scatters_rows(self) -> bool:
+        """Whether the reduce-scatter of attention's output projection is a separate stage."""
+
+
+Reads = Callable[[ReadBlock], Iterable[Module | Parameter | None]]
 
 
 @dataclass(frozen=True, slots=True)
