@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages
-from megatron_ampipe.layers.block_modules import FUNCTIONS
+from megatron_ampipe.layers.stage_functions import FUNCTIONS
 from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
