@@ -223,7 +223,7 @@ class BlockModules:
             or self.context.gate
         )
 
-    def run(self, kind: StageKind) -> Function:
+    def function_of(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
         function = bound_to_step(FUNCTIONS[kind.row].run, kind)
         layer = self.attention_layer if kind.row in _OF_ATTENTION else self.moe_layer

@@ -38,7 +38,7 @@ class AMPipeContext:
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; at first as in ``given``.
         predicted_ms: The predicted times of a block's forward and backward pass, from a plan; only logged.
-        run_being_built: The ``LayerRun`` of the layer that was built last.
+        run_being_built: The ``ConsecutiveLayers`` of the layer that was built last.
     """
 
     settings: Settings

@@ -22,8 +22,8 @@ from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.runtime.saved_tensors import ExpertTensors, InnerTensors
+from megatron_ampipe.runtime.slot_ops import take_rows
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from megatron_ampipe.runtime.moves import SlotOp, make
 from megatron_ampipe.runtime.saved_tensors import (
     ActivationTensors,
     DroppedOutput,
@@ -23,6 +22,7 @@ from megatron_ampipe.runtime.saved_tensors import (
     restoring_inner,
     rows_again,
 )
+from megatron_ampipe.runtime.slot_ops import SlotOp, make
 from megatron_ampipe.runtime.slots import BlockLayout
 from megatron_ampipe.runtime.steps import RunStage, Step
 from megatron_ampipe.schedule import ExpertsSaved, Saved, Source, StageKind, kinds
