@@ -20,7 +20,8 @@ from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.run import Run
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
