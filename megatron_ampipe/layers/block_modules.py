@@ -27,11 +27,13 @@ from torch.nn import Module, Parameter
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import TRANSFORMER_ENGINE, choose_kernel
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.fixed_experts import require_local_experts
 from megatron_ampipe.layers.linear_layers import Products, delay_wgrad, expert_products, linears_of
 from megatron_ampipe.layers.process_groups import possible_exchanges, row_group
 from megatron_ampipe.layers.user_changes import UserChanges
@@ -173,6 +175,16 @@ class BlockModules:
         if exchange.has_two_hops:
             between, within = node_groups(groups.ep, self.context.settings.ranks_per_node)
             nodes = made_group(between), made_group(within)
+        if self.context.fixed_rows is not None:
+            require_local_experts(self.moe.experts)
+            fixed = FixedRowsChunk(
+                *local,
+                config=self.config,
+                pg_collection=groups,
+                has_fixed_choices=self.moe.router.has_stock_routing,
+            )
+            fixed.share(self.context.fixed_rows)
+            return fixed
         return AllToAllChunk(
             *local,
             config=self.config,
@@ -350,7 +362,11 @@ class BlockModules:
     @property
     def called(self) -> Mapping[Module, None]:
         """The modules that stages call, without those inside of them."""
-        parts = itertools.chain.from_iterable(self._read.values())
+        read = self._read
+        if self.context.fixed_rows is not None:
+            # Products over the rows of all experts run in place of these modules.
+            read = {kind: parts for kind, parts in read.items() if kind != kinds.EXPERT}
+        parts = itertools.chain.from_iterable(read.values())
         return dict.fromkeys(part for part in parts if isinstance(part, Module))
 
     @property
