@@ -13,10 +13,12 @@ from megatron.core.utils import unwrap_model
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
 from megatron_ampipe.exchange.codecs import load_wire
+from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
 from megatron_ampipe.launch.ending import warn_of_optimizer_state
+from megatron_ampipe.launch.fixed_rows import FixedRowsSteps
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.planned import exchanges_of, planner_of, rows_of_rank
@@ -43,6 +45,8 @@ def attach(args: argparse.Namespace, run: Run, hooks: Hooks, *, on_gpu: bool) ->
             hooks.add(PlacedReductions(context.reductions))
         if context.partners is not None:
             hooks.add(PartneredSteps(context, args))
+        if context.fixed_rows is not None:
+            hooks.add(FixedRowsSteps(context.fixed_rows, args, margin=run.settings.rows_margin))
         hooks.add(Recording(context, args))
     if choice is not None:
         # Another rank may have read another plan, or no file that --ampipe-save-plan names.
@@ -79,6 +83,7 @@ def make_context(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> AMPipeC
         wire=None if settings.wire is None else load_wire(settings.wire),
         graph_warm_up=max(1, getattr(args, "cuda_graph_warmup_steps", 1)),
         graph_modules=run.graph_modules,
+        fixed_rows=FixedRows() if settings.rows == "fixed" else None,
     )
     # Without training, models are not wrapped, and nothing is reduced.
     if settings.grad_reduce == "placed" and not args.skip_train:

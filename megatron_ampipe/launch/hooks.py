@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,10 @@ class Hook:
 
     def before_step(self) -> None:
         """Called before every ``train_step``."""
+
+    def wrap_passes(self, run_passes: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+        """Return what a ``train_step`` calls for all its passes, in place of Megatron's ``run_passes``."""
+        return run_passes
 
     def after_step(self) -> None:
         """Called after every ``train_step`` that has not failed."""
@@ -78,10 +83,20 @@ class Hooks:
     def around_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's ``train_step``, wrapped to call the hooks before and after it."""
 
+        signature = inspect.signature(train_step)
+
         @functools.wraps(train_step)
         def step(*args: Any, **kwargs: Any) -> Any:
             for hook in self._hooks:
                 hook.before_step()
+            wrapping = [hook for hook in self._hooks if type(hook).wrap_passes is not Hook.wrap_passes]
+            if wrapping:
+                bound = signature.bind(*args, **kwargs)
+                given = bound.arguments
+                for hook in wrapping:
+                    run_passes, optimizer = given["forward_backward_func"], given["optimizer"]
+                    given["forward_backward_func"] = hook.wrap_passes(run_passes, optimizer)
+                args, kwargs = bound.args, bound.kwargs
             step_output = train_step(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_step()

@@ -27,7 +27,8 @@ def fixed_rows_of(layer: torch.nn.Module) -> Any:
 def test_equals_stock(case: Case, padding: float) -> None:
     from megatron_ampipe.exchange import fixed_rows
     from megatron_ampipe.runtime.collectives import HostCopy
-    from tests.dist.blocks import build_layers, run, wrong
+    from tests.dist.blocks import build_layers, forward, inputs_of, run, wrong
+    from tests.dist.parameter_reads import ParameterReads
     from tests.dist.worker import empty_is_nan
 
     rank = torch.distributed.get_rank()
@@ -50,6 +51,12 @@ def test_equals_stock(case: Case, padding: float) -> None:
     assert not state.overflow(torch.device("cpu"))
     # Padding is there, or nothing was shown.
     assert len(state.budgets) == case.layers.count("m") * case.pipeline.num_chunks
+    # Hooks of data parallelism wait for the parameters of a module when it is called.
+    with ParameterReads(ours) as reads:
+        forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
+    report = reads.report()
+    assert report.pop("watched") >= 7
+    assert report == {"early": {}, "never entered": [], "never read": []}
 
 
 class Operators(TorchDispatchMode):
