@@ -70,6 +70,7 @@ setup(
         # The first that nothing was tested with is 0.21. For another one: pip install --no-deps, then as
         # megatron_ampipe/compat.py says.
         "megatron-core[training]>0.16,!=0.16.*,<0.21",
+        "numpy>=1.26",
         "packaging>=23",
         "pydantic>=2.5",
         "rich>=13.0",
@@ -80,7 +81,6 @@ setup(
         "tools": [
             "Jinja2>=3.1",
             "matplotlib>=3.8",
-            "numpy>=1.26",
             "scipy>=1.11",
             "tqdm>=4.60",
         ],

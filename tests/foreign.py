@@ -105,7 +105,7 @@ BY_VARIABLE = {
 """The names that are replaced by a loop over names, by file and module of Megatron."""
 OTHER_ATTRIBUTES = {
     # Of records of this package that another file declares.
-    ("runtime/graphs.py", "parameters"),
+    ("runtime/graph_set.py", "parameters"),
     ("runtime/steps.py", "values"),
     # Of argparse, of torch.cuda, and a field of a layer specification.
     ("launch/ending.py", "error"),

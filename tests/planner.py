@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import ModelFile, block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.model_block import block_of, layers_of
+from megatron_ampipe.plan.model_file import ModelFile, find_model, read_model
 from megatron_ampipe.plan.planner import alternatives, make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Exchange

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.schedule import Partner
-from megatron_ampipe.tools.measuring.emulation import Emulation, _InTurn, mirror
+from megatron_ampipe.tools.measuring.emulation import Emulation, SequentialWork, mirror
 from tests.dist.cases import LARGE, MOE_AGAIN, Case
 from tests.dist.worker import start_alone
 
@@ -271,10 +271,10 @@ def mirrored(
         input_split_sizes: Sequence[int] | None = None,
         group: Any = None,
         async_op: bool = False,
-    ) -> _InTurn | None:
+    ) -> SequentialWork | None:
         before(output, input)
         splits = output_split_sizes, input_split_sizes
-        handle = _InTurn((travel, lambda: mirror(output, input, *splits, group=group)))
+        handle = SequentialWork((travel, lambda: mirror(output, input, *splits, group=group)))
         if async_op:
             return handle
         handle.wait()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ampipe.layers import block_stack
+from megatron_ampipe.runtime.compile import TapeOptions
 from megatron_ampipe.runtime.compile import compiled as compile_tapes
 from megatron_ampipe.runtime.graphs import runs_of
 from megatron_ampipe.runtime.steps import NOTHING, ZERO, Step
@@ -121,9 +122,9 @@ def check_all() -> None:
     if compiled is not compile_tapes:
         return
 
-    def checking(*args: Any, threads: bool, **kwargs: Any) -> Tapes:
-        tapes = compiled(*args, threads=threads, **kwargs)
-        check(tapes, threads=threads)
+    def checking(*args: Any, options: TapeOptions, **kwargs: Any) -> Tapes:
+        tapes = compiled(*args, options=options, **kwargs)
+        check(tapes, threads=options.threads)
         return tapes
 
     block_stack.compiled = checking

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from megatron_ampipe.plan.block import Block, Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model_file import block_of, find_model, read_model
+from megatron_ampipe.plan.model_block import block_of
+from megatron_ampipe.plan.model_file import find_model, read_model
 from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.order_search import OrderProblem, improve_order
 from megatron_ampipe.plan.planner import make_plans

@@ -22,7 +22,8 @@ from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.kept import equation_10_us, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.model_file import block_of, find_model, read_model
+from megatron_ampipe.plan.model_block import block_of
+from megatron_ampipe.plan.model_file import find_model, read_model
 from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import SHORT

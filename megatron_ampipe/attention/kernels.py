@@ -343,7 +343,7 @@ def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = N
 
 def has_sinks(settings: object) -> bool:
     """Whether the softmax of the layers has sinks (``--softmax-type``)."""
-    return getattr(settings, "softmax_type", "vanilla") != "vanilla"
+    return (getattr(settings, "softmax_type", None) or "vanilla") != "vanilla"
 
 
 def _preferred_kernel(needs: Needs, *, on_gpu: bool, dtype: torch.dtype) -> KernelChoice:

@@ -1,13 +1,14 @@
 """What is read of Megatron's settings: its parsed arguments, or the configuration of a layer.
 
 Megatron declares arguments with argparse, which has no types, and both have most names in common. What only
-some versions or only one of both have is read with ``getattr``, and not listed here.
+some versions or only one of both have is read with ``getattr``, and not listed here. Where the settings are
+in neither, :class:`Arguments` presents them under the same names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class LayoutSettings(Protocol):
@@ -79,3 +80,39 @@ class MegatronSettings(LayoutSettings, RouterSettings, AttentionSettings, Module
 
     @property
     def recompute_granularity(self) -> str | None: ...
+
+
+_DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+"""Flags whose argument has another name in Megatron."""
+
+
+class Arguments:
+    """Megatron's arguments by name, from all places where a run has them.
+
+    This is the only type that stands for them. Its values come from the sizes of a planned block, from the
+    parts of a recipe, or from parsed arguments that a plan has partly replaced.
+
+    An argument that is nowhere is None: versions of Megatron, and recipes, have different ones.
+
+    Args:
+        sources: Objects with arguments as attributes; the first that has an argument counts.
+        values: Arguments that count before those of all sources.
+    """
+
+    def __init__(self, *sources: object, **values: object) -> None:
+        self._sources = sources
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for a name that is not among the values.
+        if name.startswith("__"):
+            # Of Python's own protocols, such as copying.
+            raise AttributeError(name)
+        for source in self._sources:
+            if hasattr(source, name):
+                return getattr(source, name)
+        return None
+
+    def of(self, flag: str) -> Any:
+        """The value of a flag, by its name on a command line."""
+        return getattr(self, _DESTS.get(flag, flag[2:].replace("-", "_")))

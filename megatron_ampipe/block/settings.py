@@ -467,8 +467,12 @@ SETTING: Mapping[str, Setting] = {
 """The rows of the table, by name."""
 
 
-def given_settings(arguments: object) -> dict[str, Any]:
-    """The values that the user sets, by name; in parsed arguments, all others are None."""
+Given = dict[str, Any]
+"""The values that a user gives, by the name of their setting."""
+
+
+def given_settings(arguments: object) -> Given:
+    """The values of parsed arguments that the user gives; all others are None there."""
     values = {name: getattr(arguments, f"ampipe_{name}", None) for name in SETTING}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -478,7 +482,7 @@ def settings_of(arguments: object) -> Settings:
     return Settings(**given_settings(arguments))
 
 
-def check_given(given: Mapping[str, Any]) -> None:
+def check_given(given: Given) -> None:
     """Raise :class:`BadInput` for the first wrong value, or settings that cannot be given together."""
     for name, value in given.items():
         setting = SETTING[name]

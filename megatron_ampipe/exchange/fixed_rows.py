@@ -406,7 +406,7 @@ def budget_of(counts: Sequence[Sequence[int]], *, margin: float) -> RowBudget:
 
     The count of independent tokens varies by its square root, which matters for small counts: four times that
     is added. ``margin`` is a factor for what does not shrink with their number: a routing that changes, and
-    tokens of a sequence that are alike.
+    similar tokens of a sequence.
     """
     return RowBudget(
         tuple(

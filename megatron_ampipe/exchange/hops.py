@@ -53,19 +53,20 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> tuple[G
     They are the ranks with this rank's index in all nodes, and the ranks of its node, ordered node by node.
     """
     ranks = dist.get_process_group_ranks(group)
-    of_a_node = 0
-    if ranks_per_node is not None:
-        nodes = [rank // ranks_per_node for rank in ranks]
-        of_a_node = nodes.count(nodes[0])
-    assert (
-        1 < of_a_node < len(ranks) and nodes == sorted(nodes) and {*map(nodes.count, nodes)} == {of_a_node}
-    ), f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
-    node, place = divmod(group.rank(), of_a_node)
-    first = node * of_a_node
+    node_of_ranks = [] if ranks_per_node is None else [rank // ranks_per_node for rank in ranks]
+    # Of the ranks of the group, how many are on each node.
+    num_on_node = set(map(node_of_ranks.count, node_of_ranks))
+    size = min(num_on_node, default=0)
+    is_equal = len(num_on_node) == 1 and node_of_ranks == sorted(node_of_ranks)
+    assert is_equal and 1 < size < len(ranks), (
+        f"{ranks_per_node} ranks of a node do not spread the expert-parallel ranks {ranks} equally over nodes"
+    )
+    node, place = divmod(group.rank(), size)
+    first = node * size
     # New groups even if an existing group has the same ranks, because each lane needs its own.
     return (
-        GroupRequest(group, "between nodes", tuple(ranks[place::of_a_node])),
-        GroupRequest(group, "within a node", tuple(ranks[first : first + of_a_node])),
+        GroupRequest(group, "between nodes", tuple(ranks[place::size])),
+        GroupRequest(group, "within a node", tuple(ranks[first : first + size])),
     )
 
 

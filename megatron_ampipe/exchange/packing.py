@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -69,6 +71,7 @@ class Permutation:
         return tokens
 
 
+IntArray = npt.NDArray[np.int64]
 Pieces = list[list[int]] | Tensor
 """Numbers of rows ``[A][B]``, or ``[A, B]`` on the device if a fused kernel sorts rows there."""
 
@@ -93,11 +96,12 @@ class HostSplits(NamedTuple):
 class AllToAllChunk:
     """The all-to-all dispatcher of one chunk: sends a token only to the ranks of its experts.
 
-    Created as Megatron's dispatchers. ``dedup_copies``: a token is sent once to each place, which is a node
-    with two hops, else a rank. ``nodes`` are the groups of two hops (:func:`.hops.node_groups`).
-    ``has_fixed_choices``: the router gives every token ``topk`` experts. :attr:`counts` are ``[E]`` int64,
-    this rank's tokens per expert; with ``dedup_copies``, the rows per node (with two hops) and per rank
-    follow.
+    The first four parameters are those of Megatron's dispatchers. ``dedup_copies``: a token is sent once to
+    each place, which is a node with two hops, else a rank. ``nodes`` are the groups of two hops
+    (:func:`.hops.node_groups`). ``has_fixed_choices``: the router gives every token ``topk`` experts.
+
+    :attr:`counts` are ``[E]`` int64, this rank's tokens per expert; with ``dedup_copies``, the rows per node
+    (with two hops) and per rank follow.
     """
 
     splits: HostSplits | None = None
@@ -116,10 +120,17 @@ class AllToAllChunk:
     ) -> None:
         self._config, self._fused = config, config.moe_permute_fusion
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
-        self._num_local, self._group, self._nodes = num_local_experts, pg_collection.ep, nodes
-        self._num_ranks, self._shares = self._group.size(), pg_collection.expt_tp
+        self._num_local = num_local_experts
+        self._group, self._nodes = pg_collection.ep, nodes
+        self._rank, self._num_ranks = self._group.rank(), self._group.size()
+        # The ranks that share an expert.
+        self._share_group = pg_collection.expt_tp
+        self._share, self._num_shares = self._share_group.rank(), self._share_group.size()
         self._num_destinations = nodes[0].size() if nodes else self._num_ranks
         self._dedup_copies, self._has_fixed_choices = dedup_copies, has_fixed_choices
+        self._max_rows_per_token = min(
+            config.moe_router_topk, self._num_destinations if dedup_copies else config.num_moe_experts
+        )
         self.counts_group = pg_collection.tp_ep
         """The ranks that exchange :attr:`counts`."""
 
@@ -150,7 +161,7 @@ class AllToAllChunk:
             if self._dedup_copies:
                 to_ranks = [destination_mask(routing_map, self._num_ranks).sum(dim=0)] if self._nodes else []
                 self.counts = torch.cat([routing_map.sum(dim=0), by_place, *to_ranks])
-            num_rows = num_tokens * min(self._config.moe_router_topk, num_destinations)
+            num_rows = num_tokens * self._max_rows_per_token
             if not self._has_fixed_choices:
                 # The host waits for the device here.
                 num_rows = int(by_place.sum())
@@ -184,58 +195,99 @@ class AllToAllChunk:
 
     def _read(self, gathered: HostCopy) -> HostSplits:
         """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
-        own, share, nodes = self._group.rank(), self._shares.rank(), self._nodes
-        ranks, shares, experts = self._num_ranks, self._shares.size(), self._config.num_moe_experts
-        # [P, S, counts], by source.
-        counts = gathered.wait().numpy().reshape(ranks, shares, -1)
-        to_experts = counts[:, :, :experts]
-        to_ranks = counts[:, :, -ranks:]
-        if not self._dedup_copies:
-            to_ranks = to_experts.reshape(ranks, shares, ranks, -1).sum(3)
-        here, rows = to_experts[:, :, self._experts], to_ranks[:, share]
-        hop: SortHop | SumHop | None = None
-        if nodes is None:
-            group, to_destinations, arriving = self._group, rows[own], rows[:, own]
+        num_ranks, num_shares = self._num_ranks, self._num_shares
+        num_experts = self._config.num_moe_experts
+        # Numbers of rows: [P, S, E], [P, S, P] and [P, S, L]. The first two axes are the sending rank.
+        counts = gathered.wait().numpy().reshape(num_ranks, num_shares, -1)
+        to_experts = counts[:, :, :num_experts]
+        if self._dedup_copies:
+            # A token counts once for each rank, which the counts of experts do not show.
+            to_ranks = counts[:, :, -num_ranks:]
         else:
-            group, node_group = nodes
-            node, place, count, ranks_per_node = (
-                group.rank(),
-                node_group.rank(),
-                group.size(),
-                node_group.size(),
-            )
-            # [source's node, source's place, node, place]
-            rows = rows.reshape(count, ranks_per_node, count, ranks_per_node)
-            to_nodes = rows.sum(3)
-            if self._dedup_copies:
-                to_nodes = counts[:, share, experts:-ranks].reshape(count, ranks_per_node, count)
-            to_destinations, arriving = to_nodes[node, place], to_nodes[:, place, node]
-            forwarded, received = rows[:, place, node], rows[:, :, node, place].sum(0)
-            kind, forwarded = (SumHop, forwarded.sum(0)) if self._dedup_copies else (SortHop, forwarded)
-            hop = kind(forwarded.tolist(), received.tolist(), node_group)
-            # In the order of arrival: by place, then by node.
-            here = here.reshape(count, ranks_per_node, shares, -1).swapaxes(0, 1)
-        input_splits = to_destinations.tolist()
+            to_ranks = to_experts.reshape(num_ranks, num_shares, num_ranks, -1).sum(3)
+        for_local_experts = to_experts[:, :, self._experts]
+        hop: SortHop | SumHop | None = None
+        if self._nodes is None:
+            # [P from, P to], of the ranks that have the same share of their experts as this rank.
+            rows = to_ranks[:, self._share]
+            sent, arriving = rows[self._rank].tolist(), rows[:, self._rank].tolist()
+            transport = RowTransport(ALL_TO_ALL, sent, arriving, self._group)
+        else:
+            transport, hop = self._two_hops(to_ranks, counts[:, :, num_experts:-num_ranks], *self._nodes)
+            for_local_experts = self._in_order_of_two_hops(for_local_experts)
+        # [P * S, L]
+        by_source = for_local_experts.reshape(-1, self._num_local)
         gather: RowTransport | None = None
+        if self._num_shares > 1:
+            gather = self._gather_of_shares(to_ranks)
         pieces: tuple[Pieces, Pieces] | None = None
-        if shares > 1:
-            share_rows = to_ranks[:, :, own].sum(0).tolist()
-            gather = RowTransport(UNEQUAL_GATHER, (share_rows[share],), share_rows, self._shares)
-        if not self._dedup_copies and self._num_local > 1:
-            by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
-            on_host = by_source.tolist()
-            pieces = on_host, by_source.T.tolist()
-            if self._fused:
-                on_device = copy_to_device(torch.tensor(on_host), gathered.on_device.device)
-                pieces = on_device, on_device.T.contiguous()
+        if self._num_local > 1 and not self._dedup_copies:
+            pieces = self._pieces(by_source, gathered)
         return HostSplits(
-            self._packed.num_rows,
-            RowTransport(ALL_TO_ALL, input_splits, arriving.tolist(), group),
-            hop,
-            gather,
-            torch.from_numpy(here.reshape(-1, self._num_local).sum(0)),
-            pieces,
+            num_prepared=self._packed.num_rows,
+            transport=transport,
+            hop=hop,
+            gather=gather,
+            tokens_per_expert=torch.from_numpy(by_source.sum(0)),
+            pieces=pieces,
         )
+
+    def _two_hops(
+        self,
+        to_ranks: IntArray,
+        to_nodes: IntArray,
+        between_nodes: dist.ProcessGroup,
+        within_node: dist.ProcessGroup,
+    ) -> tuple[RowTransport, SortHop | SumHop]:
+        """The transport to the rank with this rank's place in every node, and the hop within the node.
+
+        ``to_ranks [P, S, P]`` and ``to_nodes [P, S, N]`` count rows by the rank that sends them; the latter
+        are read only with ``dedup_copies``.
+        """
+        node, num_nodes = between_nodes.rank(), between_nodes.size()
+        place, num_places = within_node.rank(), within_node.size()
+        # [node from, place from, node to, place to]
+        rows = to_ranks[:, self._share].reshape(num_nodes, num_places, num_nodes, num_places)
+        # [node from, place from, node to]
+        if self._dedup_copies:
+            rows_to_nodes = to_nodes[:, self._share].reshape(num_nodes, num_places, num_nodes)
+        else:
+            rows_to_nodes = rows.sum(3)
+        sent = rows_to_nodes[node, place].tolist()
+        arriving = rows_to_nodes[:, place, node].tolist()
+        transport = RowTransport(ALL_TO_ALL, sent, arriving, between_nodes)
+        # [place from], of all nodes.
+        received_within_node = rows[:, :, node, place].sum(0).tolist()
+        # [node from, place to], of what this rank passes on.
+        passed_on = rows[:, place, node]
+        if self._dedup_copies:
+            return transport, SumHop(passed_on.sum(0).tolist(), received_within_node, within_node)
+        return transport, SortHop(passed_on.tolist(), received_within_node, within_node)
+
+    def _in_order_of_two_hops(self, for_local_experts: IntArray) -> IntArray:
+        """Reorder ``[P, S, L]``, by source, into the order in which rows arrive: by place, then by node."""
+        assert self._nodes is not None
+        num_nodes, num_places = self._nodes[0].size(), self._nodes[1].size()
+        by_node = for_local_experts.reshape(num_nodes, num_places, *for_local_experts.shape[1:])
+        return by_node.swapaxes(0, 1)
+
+    def _gather_of_shares(self, to_ranks: IntArray) -> RowTransport:
+        """The gather of the rows that the ranks that share an expert have received, from ``[P, S, P]``."""
+        received_by_share = to_ranks[:, :, self._rank].sum(0).tolist()
+        own = received_by_share[self._share]
+        return RowTransport(UNEQUAL_GATHER, (own,), received_by_share, self._share_group)
+
+    def _pieces(self, by_source: IntArray, gathered: HostCopy) -> tuple[Pieces, Pieces]:
+        """:attr:`HostSplits.pieces` from the rows for local experts ``[P * S, L]``."""
+        arriving = by_source
+        if self._num_shares > 1:
+            # Gathered rows are ordered by share first.
+            by_rank = by_source.reshape(self._num_ranks, self._num_shares, self._num_local)
+            arriving = by_rank.swapaxes(0, 1).reshape(-1, self._num_local)
+        if not self._fused:
+            return arriving.tolist(), arriving.T.tolist()
+        on_device = copy_to_device(torch.tensor(arriving.tolist()), gathered.on_device.device)
+        return on_device, on_device.T.contiguous()
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sort received rows ``[R, D]``, and probabilities ``[R]`` or ``[R, L]``, by local expert.

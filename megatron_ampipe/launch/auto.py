@@ -8,7 +8,6 @@ plans are compared between ranks. After a choice, only the input shape is reduce
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.planned import saved_form
+from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import (
     Planner,
     Shape,
@@ -69,15 +69,12 @@ class AutoDegree(Hook):
         self._until_compared = 0
         self._next = Plan(pipeline=context.pipeline, reason="from the flags")
 
-    def start(self, shape: Shape) -> Plan | None:
-        """Plan for the input shape of the flags, before process groups exist; None without a planner."""
-        if self._planner is None:
-            return None
-        self._shape, self._next = shape, self._planner(shape)
-        self._choices[shape] = self._next
-        self._keep(shape, self._next)
+    def start(self, shape: Shape, choice: Plan) -> None:
+        """Begin with the planner's choice for the input shape of the flags, before process groups exist."""
+        self._shape, self._next = shape, choice
+        self._choices[shape] = choice
+        self._keep(shape, choice)
         self._use_next()
-        return self._next
 
     def before_step(self) -> None:
         """Set the next pipeline; measure it if pipelines are being tried."""
@@ -213,17 +210,17 @@ def _largest_over_ranks(numbers: list[float]) -> list[float]:
     return [float(number) for number in reduced.tolist()]
 
 
-def save_choice(
-    args: argparse.Namespace, path: str | None, announced: Shape, shape: Shape, choice: Plan
-) -> None:
-    """Write the choice for the input shape of the flags (``announced``) as a plan file, on rank 0.
+def save_choice(run: Run, shape: Shape, choice: Plan) -> None:
+    """Write the choice for the input shape of the flags as a plan file, on rank 0.
 
     If that fails, training continues with the choice.
     """
-    if path is None or shape != announced or int(os.environ.get("RANK", "0")) != 0:
+    path = run.settings.save_plan
+    is_of_flags = shape == run.resolved_environment.shape
+    if path is None or not is_of_flags or int(os.environ.get("RANK", "0")) != 0:
         return
     try:
         head = "chosen by --ampipe-degree auto; for --ampipe-plan FILE"
-        saved_form(args, choice).write(Path(path), head=head)
+        saved_form(run, choice).write(Path(path), head=head)
     except RunFailed as error:
         print_on_first_rank(f"a restart chooses again: {error}")

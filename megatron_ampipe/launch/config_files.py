@@ -9,13 +9,14 @@ form in a section ``flags:``. No flag of Megatron is known here by name.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.block.settings import SETTING
@@ -63,12 +64,18 @@ class Resolved(NamedTuple):
     unknown: tuple[str, ...]
     """Words of it that are not flags of the parser: flags of a training script, or errors."""
 
-    def located(self, error: BadInput) -> BadInput:
-        """Add file and line to an error, if a file sets the flag."""
-        source = {setting.flag: setting.source for setting in self.settings}.get(error.name, _COMMAND_LINE)
-        if source == _COMMAND_LINE:
-            return error
-        return BadInput(f"{source}: {error.name}", error.value, rule=error.rule, remedy=error.remedy)
+    @contextlib.contextmanager
+    def locating_errors(self) -> Iterator[None]:
+        """Add file and line to an error that is raised within, if a file sets the flag that it names."""
+        try:
+            yield
+        except BadInput as error:
+            sources = {setting.flag: setting.source for setting in self.settings}
+            source = sources.get(error.name, _COMMAND_LINE)
+            if source == _COMMAND_LINE:
+                raise
+            name = f"{source}: {error.name}"
+            raise BadInput(name, error.value, rule=error.rule, remedy=error.remedy) from error
 
 
 def refuse_unread(args: argparse.Namespace) -> None:
@@ -142,7 +149,7 @@ def _action_of_key(place: str, key: str, actions: dict[str, argparse.Action]) ->
     return actions[flag]
 
 
-def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
+def _entries(path: Path) -> Iterator[tuple[str, str, object]]:
     """For each entry of a file: ``FILE:LINE``, the name of the flag without dashes, and the value."""
     remedy = "Write 'key: value' on each line, indent with spaces, and see configs/models/tiny.yaml."
     top, file = load(path, what="configuration", remedy=remedy, scalars_as_text=True), shown(path)
@@ -168,7 +175,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, Any]]:
             yield f"{file}:{own.lines[name]}", f"{OWN_SECTION}-{name}", setting
 
 
-def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tuple[str, ...]:
+def _words_of(place: str, flag: str, value: object, action: argparse.Action) -> tuple[str, ...]:
     """The equivalent words of a command line; none for null and for a switch that is off."""
     if value is None:
         return ()
@@ -180,9 +187,10 @@ def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tup
             raise BadInput(f"{place}:", f"{flag[2:]}: {value!r}", rule=rule, remedy="Write true or false.")
         on = (flag, "true") if action.type is bool and not is_pair else (flag,)
         return on if value else (f"--no-{flag[2:]}",) if is_pair else ()
-    values = value if isinstance(value, list) else [value]
+    given: list[object] = value if isinstance(value, list) else [value]
+    values = [word for word in given if isinstance(word, str) and word]
     is_several = isinstance(value, list) and action.nargs is None
-    if is_several or not all(isinstance(word, str) and word for word in values):
+    if is_several or len(values) < len(given):
         rule = "takes numbers and text; words such as true, and patterns such as [0, 1], in quotes"
         shown_value = f"{flag[2:]}: {value or '(empty)'}"
         raise BadInput(f"{place}:", shown_value, rule=rule, remedy="Give one, or leave the key out.")
@@ -192,12 +200,13 @@ def _words_of(place: str, flag: str, value: Any, action: argparse.Action) -> tup
 
 
 def _flag_value(words: Sequence[str], action: argparse.Action, source: str) -> FlagValue:
-    values: Any = values_of(words)
+    values = values_of(words)
+    value: bool | str | list[str] = values
     if action.nargs == 0 or action.type is bool:
-        values = True
+        value = True
     elif action.nargs is None:
-        values = next(iter(values), "")
-    return FlagValue(tuple(words), values, source)
+        value = next(iter(values), "")
+    return FlagValue(tuple(words), value, source)
 
 
 def groups_of(words: Sequence[str]) -> Iterator[list[str]]:
@@ -242,12 +251,13 @@ def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *([f"{OWN_SECTION}:", *own] if own else [])]) + "\n"
 
 
-def _in_yaml(value: Any) -> str:
+def _in_yaml(value: bool | str | list[str]) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_in_yaml, value))}]"
     # JSON is valid YAML.
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value)
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def as_command(resolved: Resolved) -> str:

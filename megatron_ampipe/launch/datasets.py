@@ -11,7 +11,6 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.ending import reason_of
@@ -22,7 +21,7 @@ _OF_SCRIPTS = (
 )  # fmt: skip
 """Flags of Megatron that AMPipe's own entry does not support."""
 
-Replace = Callable[[Any, str, Any], None]
+Replace = Callable[[object, str, object], None]
 """Replaces a function of Megatron, given its owner, its name and the replacement."""
 
 
@@ -79,7 +78,7 @@ def _refuse_parts_without_tokens(replace: Replace) -> None:
     count = GPTDataset._get_num_tokens_per_epoch
 
     @functools.wraps(count)
-    def counting(dataset: Any) -> int:
+    def counting(dataset: GPTDataset) -> int:
         tokens: int = count(dataset)
         if tokens == 0:
             raise BadInput(

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import (
@@ -255,13 +255,13 @@ def _bad_checkpoint(error: BaseException) -> BadInput:
     )
 
 
-def _lacks_fused_optimizer(args: Any) -> bool:
+def _lacks_fused_optimizer(args: argparse.Namespace) -> bool:
     """Whether Megatron cannot load the state of the optimizer that a run uses, at any degree."""
     uses = getattr(args, "use_distributed_optimizer", False)
     return bool(uses) and not compat.has_fused_optimizers()
 
 
-def warn_of_optimizer_state(args: Any) -> str | None:
+def warn_of_optimizer_state(args: argparse.Namespace) -> str | None:
     """A warning for a run whose checkpoints cannot be resumed with their optimizer state; None for others."""
     if args.save is None or args.no_save_optim or not _lacks_fused_optimizer(args):
         return None
@@ -319,8 +319,9 @@ def _wrong_value(flag: str, said: str) -> BadInput:
         return BadInput(flag, value, rule=f"is not a {kind}", remedy=f"Use for example {flag} {example}.")
     found = re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", said, re.S)
     if found is not None:
-        choices = [choice.strip().strip("'") for choice in found[2].split(",")]
-        return BadInput(flag, found[1], rule="is not one of its values", remedy=nearest(found[1], choices))
+        choices = [choice.strip().strip("'") for choice in found[2].split(",") if choice]
+        remedy = nearest(found[1], choices) if choices else LIST_OF_FLAGS
+        return BadInput(flag, found[1], rule="is not one of its values", remedy=remedy)
     if said.startswith("expected "):
         return BadInput(flag, "", rule=said, remedy="Write its value after it, or leave it out.")
     found = re.fullmatch(r"(is .*): '(.*)'", said, re.S)

@@ -7,9 +7,8 @@ and they run again from the same data with exact rows. So the optimizer never se
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ from megatron.core.tensor_parallel import random
 from megatron_ampipe import compat
 from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.launch.auto import print_on_first_rank
+from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
+from megatron_ampipe.launch.megatron_types import Model, Optimizer, RunPasses
 
 WARM_UP = 2
 """Steps with exact rows before the first budget is learned."""
@@ -30,22 +31,22 @@ WINDOW = 16
 class FixedRowsSteps(Hook):
     """Runs the passes of every training step with budgets, once these are learned."""
 
-    def __init__(self, rows: FixedRows, args: argparse.Namespace, *, margin: float) -> None:
-        self._rows, self._args, self._margin = rows, args, margin
-        self._models: list[Any] = []
+    def __init__(self, rows: FixedRows, environment: Environment, *, margin: float) -> None:
+        self._rows, self._environment, self._margin = rows, environment, margin
+        self._models: Sequence[Model] = ()
         self._num_seen = 0
         self._in_window = 0
         self._since_repeated = WINDOW
         self._was_repeated = False
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         """See ``Hook``."""
         self._models = models
 
-    def wrap_passes(self, run_passes: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    def wrap_passes(self, run_passes: RunPasses, optimizer: Optimizer) -> RunPasses:
         """See ``Hook``."""
 
-        def run(**arguments: Any) -> Any:
+        def run(**arguments: object) -> object:
             self._rows.is_watched = True
             self._rows.begin_step()
             if self._num_seen < WARM_UP:
@@ -60,8 +61,8 @@ class FixedRowsSteps(Hook):
         return run
 
     def _run_with_budgets(
-        self, run_passes: Callable[..., Any], optimizer: Any, arguments: dict[str, Any]
-    ) -> Any:
+        self, run_passes: RunPasses, optimizer: Optimizer, arguments: dict[str, object]
+    ) -> object:
         rows, data = self._rows, RecordedData.of(arguments["data_iterator"])
         arguments = {**arguments, "data_iterator": data}
         state = StepState(self._models)
@@ -87,7 +88,7 @@ class FixedRowsSteps(Hook):
 
     def _exceeded(self) -> bool:
         """Whether any rank has seen a count above its budget. The host waits, once per step."""
-        device = next(self._models[0].parameters()).device
+        device = torch.device("cuda" if self._environment.on_gpu else "cpu")
         flag = self._rows.overflow(device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -101,7 +102,7 @@ class FixedRowsSteps(Hook):
         self._since_repeated = 0
         self._was_repeated = True
         print_on_first_rank(
-            f"iteration {self._args.curr_iteration + 1}: more rows than a budget of --ampipe-rows fixed; "
+            f"iteration {self._environment.iteration}: more rows than a budget of --ampipe-rows fixed; "
             f"the step was repeated with exact rows ({rows.num_repeated} of {rows.num_steps} steps so far; "
             f"margin {self._margin:g})"
         )
@@ -161,10 +162,12 @@ class RecordedData:
 class StepState:
     """What the passes of a step change besides gradients: random states, buffers, and logged losses."""
 
-    def __init__(self, models: list[Any]) -> None:
-        # Data parallelism has an attribute of the name ``buffers``.
+    def __init__(self, models: Sequence[Model]) -> None:
+        modules = dict.fromkeys(module for model in models for _, module in model.named_modules())
         self._random = random._get_all_rng_states()
-        self._tensors = [buffer for model in models for buffer in torch.nn.Module.buffers(model)]
+        self._tensors: list[torch.Tensor] = []
+        for module in modules:
+            self._tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
         self._tensors += compat.logged_losses().values()
         self._before = [tensor.clone() for tensor in self._tensors]
 

@@ -7,18 +7,18 @@ with Megatron's flags in ``refusals.py``.
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
-import sys
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.errors import BadInput, EnvironmentMissing, nearest
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.launch import config_files, host
 from megatron_ampipe.launch.config_files import CONFIG_FLAG
-from megatron_ampipe.launch.ending import LIST_OF_FLAGS, report_parser_errors
-from megatron_ampipe.launch.run import requested
+from megatron_ampipe.launch.ending import report_parser_errors
+from megatron_ampipe.launch.run import Run, requested
 
 is_launched = False
 """Whether one of AMPipe's launchers runs this process. If so, the lines of a patched Megatron do nothing."""
@@ -79,33 +79,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             metavar=None if setting.choices else setting.metavar,
             help=setting.plain_help,
         )
-    parse = parser.parse_known_args
-
-    @functools.wraps(parse)
-    def parsing(*words: Any, **options: Any) -> Any:
-        try:
-            return parse(*words, **options)
-        except KeyError as error:
-            # An enum of Megatron's raises it.
-            raise _no_choice(parser, words[0] if words else None, error) from error
-
-    parser.parse_known_args = parsing  # type: ignore[method-assign]
+    for action in parser._actions:
+        # Functions such as ``lambda name: AttnBackend[name]`` look a name up, and argparse knows no KeyError.
+        if inspect.isfunction(action.type):
+            names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
+            by_name = functools.partial(_by_name, action.type, names)
+            # With the name of the function, which argparse prints for other errors.
+            action.type = functools.update_wrapper(by_name, action.type)
     return parser
 
 
-def _no_choice(parser: argparse.ArgumentParser, words: Sequence[str] | None, error: KeyError) -> BadInput:
-    """The error for a word that no choice of its flag has as a name."""
-    name = str(error.args[0])
-    given = list(sys.argv[1:] if words is None else words)
-    before = [given[at - 1] for at, word in enumerate(given) if at and word == name]
-    before += [word.partition("=")[0] for word in given if word.endswith(f"={name}")]
-    flag = next(iter(before), "arguments")
-    actions = (action for action in parser._actions if flag in action.option_strings)
-    choices = [
-        choice.name for action in actions for choice in action.choices or () if hasattr(choice, "name")
-    ]
-    remedy = nearest(name, choices) if choices else LIST_OF_FLAGS
-    return BadInput(flag, name, rule="is not one of its values", remedy=remedy)
+def _by_name(parse: Callable[[str], object], names: Sequence[str], text: str) -> object:
+    """Call the type of an argument, and report a name that it does not find as argparse does.
+
+    ``names`` are those that it finds; empty if they are not known.
+    """
+    try:
+        return parse(text)
+    except KeyError as error:
+        rule = f"invalid choice: '{error.args[0]}' (choose from {', '.join(names)})"
+        raise argparse.ArgumentTypeError(rule) from error
 
 
 def full_parser() -> argparse.ArgumentParser:
@@ -117,10 +110,11 @@ def full_parser() -> argparse.ArgumentParser:
     return add_arguments(parser)
 
 
-def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentParser) -> None:
-    """Check types and choices of all flags, and AMPipe's settings together; errors name file and line."""
-    try:
+def check_settings(resolved: config_files.Resolved, parser: argparse.ArgumentParser) -> Run:
+    """Check types and choices of all flags, and AMPipe's settings together; errors name file and line.
+
+    Returns the run that they ask for.
+    """
+    with resolved.locating_errors():
         args, _ = parser.parse_known_args(resolved.words)
-        requested(args)
-    except BadInput as error:
-        raise resolved.located(error) from error
+        return requested(args)

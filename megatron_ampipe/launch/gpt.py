@@ -3,10 +3,12 @@
 They do the same as Megatron's own GPT pretraining script, which is not in the wheel.
 """
 
+from __future__ import annotations
+
+import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -30,7 +32,12 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_ampipe.launch.megatron_types import LayoutOfModel, Model
+
 Batch = dict[str, torch.Tensor | None]
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""The loss of a micro-batch, the number of tokens in it, and (sum, tokens) to report by name."""
+Samples = Iterator[dict[str, torch.Tensor]]
 
 FIELDS = (
     "tokens",
@@ -43,11 +50,13 @@ FIELDS = (
     "max_seqlen",
 )
 """The fields of a batch; a field that this pipeline stage or this kind of data does not need is None."""
+Datasets = tuple[object, object, object]
+"""The training, validation and test datasets."""
 PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """The fields that a middle pipeline stage needs, to separate documents in attention."""
 
 
-def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int | None) -> Batch:
+def get_batch(data_iterator: Samples | None, *, config: LayoutOfModel, vp_stage: int | None) -> Batch:
     """This rank's part of the next micro-batch, which tensor-parallel rank 0 reads."""
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
@@ -59,6 +68,7 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
+        assert data_iterator is not None
         loaded = next(data_iterator)
         read = {field: loaded.get(field) for field in FIELDS}
         batch = {name: None if x is None else x.cuda(non_blocking=True) for name, x in read.items()}
@@ -81,21 +91,23 @@ def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int
     batch = flatten_batch_for_packed_sequences(batch)
     if not is_edge_stage:
         return {field: batch.get(field) if field in PACKING_FIELDS else None for field in FIELDS}
-    return get_batch_on_this_cp_rank(
+    part: Batch = get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=False,
         cp_group=get_context_parallel_group(),
         use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
     )
+    return part
 
 
-def _has_mtp(config: Any, vp_stage: int | None) -> bool:
-    return mtp_on_this_rank(
+def _has_mtp(config: LayoutOfModel, vp_stage: int | None) -> bool:
+    has_mtp: bool = mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
         mtp_num_layers=config.mtp_num_layers,
         ignore_virtual=False,
         vp_stage=vp_stage,
     )
+    return has_mtp
 
 
 def _packing(batch: Batch) -> PackedSeqParams | None:
@@ -110,6 +122,7 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
     update_seqlen_stats_from_cu_seqlens(real)
     # Megatron's kernels take the padded bounds in both places (its own open issue).
     bounds = padded if padded is not None else real
+    assert batch["max_seqlen"] is not None
     longest = int(batch["max_seqlen"].item())
     return PackedSeqParams(
         qkv_format="thd",
@@ -126,14 +139,15 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
 
 
 def forward_step(
-    data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
-) -> tuple[Any, Callable[..., Any]]:
+    data_iterator: Samples | None, model: Model, return_schedule_plan: bool = False
+) -> tuple[object, Callable[[torch.Tensor], Loss]]:
     """Run ``model`` on a micro-batch: returns its output, or its schedule plan, and the loss function."""
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch(data_iterator, config=get_model_config(model), vp_stage=vp_stage)
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
     packing = _packing(batch)
+    output: object
     if return_schedule_plan:
         assert get_args().overlap_moe_expert_parallel_comm
         output = model.build_schedule_plan(*inputs, **targets, packed_seq_params=packing)
@@ -142,13 +156,12 @@ def forward_step(
     return output, functools.partial(loss_func, batch["loss_mask"])
 
 
-def loss_func(
-    loss_mask: torch.Tensor, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_func(loss_mask: torch.Tensor | None, output: torch.Tensor) -> Loss:
     """The sum of the token losses ``output [B, S]`` of one micro-batch; the mask is 1 for tokens that count.
 
     Returns the loss, the number of tokens in it, and a dictionary of (sum, tokens) to report.
     """
+    assert loss_mask is not None, "only a stage without a loss has no mask"
     mask = loss_mask.view(-1).float()
     loss = (output.view(-1).float() * mask).sum()
     _check_loss(loss)
@@ -179,16 +192,18 @@ def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     return sorted(ranks)
 
 
-def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> Datasets:
     """The training, validation and test datasets, with these numbers of samples."""
     args = get_args()
     kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     is_needed_here = functools.partial(_is_dataset_needed_here, vp_stage)
-    return BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, _dataset_config(args)).build()
+    builder = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, _dataset_config(args))
+    datasets: Datasets = builder.build()
+    return datasets
 
 
 # Every rank calls the provider; the builder in it decides which ranks build.
-datasets_provider.is_distributed = True
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _is_dataset_needed_here(vp_stage: int | None) -> bool:
@@ -201,7 +216,7 @@ def _is_dataset_needed_here(vp_stage: int | None) -> bool:
     return _has_mtp(core_transformer_config_from_args(args), vp_stage)
 
 
-def _dataset_config(args: Any) -> GPTDatasetConfig:
+def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     settings = {
         # Most fields have the names of the arguments.

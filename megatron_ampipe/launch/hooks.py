@@ -10,11 +10,11 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_ampipe.launch.megatron_types import BucketGroup, Model, Optimizer, RunPasses
 from megatron_ampipe.runtime.collectives import Waitable
 from megatron_ampipe.runtime.reductions import Reductions
 
@@ -22,13 +22,13 @@ from megatron_ampipe.runtime.reductions import Reductions
 class Hook:
     """Base class of hooks; its methods do nothing. All ranks call each method equally often."""
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         """Called before the first step with the parts of the model on this rank, in Megatron's wrappers."""
 
     def before_step(self) -> None:
         """Called before every ``train_step``."""
 
-    def wrap_passes(self, run_passes: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    def wrap_passes(self, run_passes: RunPasses, optimizer: Optimizer) -> RunPasses:
         """Return what a ``train_step`` calls for all its passes, in place of Megatron's ``run_passes``."""
         return run_passes
 
@@ -53,7 +53,7 @@ class Hooks:
         """Add a hook; it is called from now on."""
         self._hooks.append(hook)
 
-    def replace(self, owner: Any, name: str, function: Any) -> None:
+    def replace(self, owner: object, name: str, function: object) -> None:
         """Replace a function of Megatron until :meth:`remove`."""
         self._restore.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, function)
@@ -80,13 +80,12 @@ class Hooks:
         while self._hooks:
             self._hooks.pop(0).at_end()
 
-    def around_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+    def around_step[**P, Output](self, train_step: Callable[P, Output]) -> Callable[P, Output]:
         """Megatron's ``train_step``, wrapped to call the hooks before and after it."""
-
         signature = inspect.signature(train_step)
 
         @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: P.args, **kwargs: P.kwargs) -> Output:
             for hook in self._hooks:
                 hook.before_step()
             wrapping = [hook for hook in self._hooks if type(hook).wrap_passes is not Hook.wrap_passes]
@@ -96,22 +95,23 @@ class Hooks:
                 for hook in wrapping:
                     run_passes, optimizer = given["forward_backward_func"], given["optimizer"]
                     given["forward_backward_func"] = hook.wrap_passes(run_passes, optimizer)
-                args, kwargs = bound.args, bound.kwargs
-            step_output = train_step(*args, **kwargs)
+                step_output = train_step(*bound.args, **bound.kwargs)
+            else:
+                step_output = train_step(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_step()
             return step_output
 
         return step
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         """Call every hook with the wrapped models of this rank."""
         for hook in self._hooks:
             hook.models_built(models)
 
-    def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_log[**P, Output](self, training_log: Callable[P, Output]) -> Callable[P, Output]:
         @functools.wraps(training_log)
-        def log(*args: Any, **kwargs: Any) -> Any:
+        def log(*args: P.args, **kwargs: P.kwargs) -> Output:
             report_memory = training_log(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_log()
@@ -120,7 +120,7 @@ class Hooks:
         return log
 
 
-def on_training_stream(construct: Callable[..., Any]) -> Callable[..., Any]:
+def on_training_stream[**P](construct: Callable[P, None]) -> Callable[P, None]:
     """Wrap the constructor of Megatron's ``DistributedDataParallel`` to run on the training stream.
 
     The accumulation nodes that it keeps belong to the current stream. Megatron builds it on a separate
@@ -128,9 +128,9 @@ def on_training_stream(construct: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(construct)
-    def constructing(*args: Any, **kwargs: Any) -> Any:
+    def constructing(*args: P.args, **kwargs: P.kwargs) -> None:
         with torch.cuda.stream(torch.cuda.default_stream()):
-            return construct(*args, **kwargs)
+            construct(*args, **kwargs)
 
     return constructing
 
@@ -145,26 +145,27 @@ class PlacedReductions(Hook):
     def __init__(self, reductions: Reductions) -> None:
         self._reductions = reductions
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         for model in models:
             for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
                 defer_grad_sync(group, self._reductions)
 
 
-def defer_grad_sync(group: Any, reductions: Reductions) -> None:
+def defer_grad_sync(group: BucketGroup, reductions: Reductions) -> None:
     """Make a ``_ParamAndGradBucketGroup`` of Megatron request its reduction instead of starting it."""
     start_now, finish_now = group.start_grad_sync, group.finish_grad_sync
     finishing = False
 
     @functools.wraps(start_now)
-    def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+    def start_grad_sync(*args: object, **kwargs: object) -> None:
         def start() -> Waitable | None:
             start_now(*args, **kwargs)
             if group.grad_reduce_handle is None:
                 return None
             # Both the schedule and Megatron wait for it.
-            group.grad_reduce_handle = WaitedOnce(group.grad_reduce_handle, on_cuda=reductions.on_cuda)
-            return group.grad_reduce_handle
+            handle = WaitedOnce(group.grad_reduce_handle, on_cuda=reductions.on_cuda)
+            group.grad_reduce_handle = handle
+            return handle
 
         if finishing:
             # In the first iteration, Megatron starts a reduction only when it finishes it.
@@ -173,7 +174,7 @@ def defer_grad_sync(group: Any, reductions: Reductions) -> None:
             reductions.ask(id(group), start)
 
     @functools.wraps(finish_now)
-    def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
+    def finish_grad_sync(*args: object, **kwargs: object) -> None:
         nonlocal finishing
         if reductions.is_held(id(group)):
             reductions.start_all()

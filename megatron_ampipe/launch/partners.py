@@ -8,10 +8,8 @@ its blocks meet the blocks of the backward pass in ``runtime.partners``.
 
 from __future__ import annotations
 
-import argparse
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -23,8 +21,9 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from megatron_ampipe.block.settings import SETTING
+from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
-from megatron_ampipe.launch.planned import packs_documents
+from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.launch.run import RELAXES_MAX_CONNECTIONS_CHECK
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule.pipeline import Pipeline
@@ -33,13 +32,14 @@ from megatron_ampipe.schedule.pipeline import Pipeline
 class PartneredSteps(Hook):
     """Makes Megatron run training steps with partners, while the pipeline of the context has a partner."""
 
-    def __init__(self, context: AMPipeContext, args: argparse.Namespace) -> None:
-        self._context, self._args = context, args
-        self._models: list[Any] = []
+    def __init__(self, context: AMPipeContext, environment: Environment) -> None:
+        self._context = context
+        self._environment = environment
+        self._models: Sequence[Model] = []
         self._pipelines: list[Pipeline] = []
         self._num_plans = 0
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         self._models = models
 
     def before_step(self) -> None:
@@ -65,11 +65,11 @@ class PartneredSteps(Hook):
         self._switch(on=False)
 
     def _switch(self, *, on: bool) -> None:
-        for settings in (self._args, *map(get_model_config, self._models)):
+        for settings in (self._environment.loop, *map(get_model_config, self._models)):
             setattr(settings, RELAXES_MAX_CONNECTIONS_CHECK, on)
 
-    def _plan(self, model: Any, *args: Any, **kwargs: Any) -> MicroBatch:
-        if packs_documents(self._args) and kwargs.get("packed_seq_params") is None:
+    def _plan(self, model: Model, *args: object, **kwargs: object) -> MicroBatch:
+        if self._environment.documents == "packed" and kwargs.get("packed_seq_params") is None:
             rule = "forward_step of this script gives no packed_seq_params, so documents would mix"
             remedy = "Start the run with -m megatron_ampipe.pretrain_gpt, or leave it out."
             raise SETTING["partner"].refuse("on", rule, remedy)
@@ -107,13 +107,13 @@ class MicroBatch(AbstractSchedulePlan):
     """The schedule plan of a micro-batch: Megatron's loops run it together with the backward of another."""
 
     def __init__(
-        self, context: AMPipeContext, model: Any, pipeline: Pipeline, call: Callable[[], Tensor]
+        self, context: AMPipeContext, model: Model, pipeline: Pipeline, call: Callable[[], Tensor]
     ) -> None:
         self._context, self._pipeline, self._call = context, pipeline, call
         inner = unwrap_model(model)
         self._input: Tensor | None = inner.decoder.input_tensor
         self._output: Tensor | None = None
-        self.vp_stage = inner.vp_stage
+        self.vp_stage: int | None = inner.vp_stage
         self.event = torch.cuda.Event()
 
     @staticmethod
@@ -121,32 +121,43 @@ class MicroBatch(AbstractSchedulePlan):
         f_schedule_plan: MicroBatch | None,
         b_schedule_plan: MicroBatch | None,
         b_grad: Tensor | None = None,
-        pre_forward: Callable[[int | None], Any] | None = None,
-        pre_backward: Callable[[int | None], Any] | None = None,
-        post_forward: Callable[[Tensor, int | None], Any] | None = None,
-        post_backward: Callable[[Tensor | None, int | None], Any] | None = None,
+        pre_forward: Callable[[int | None], object] | None = None,
+        pre_backward: Callable[[int | None], object] | None = None,
+        post_forward: Callable[[Tensor, int | None], object] | None = None,
+        post_backward: Callable[[Tensor | None, int | None], object] | None = None,
     ) -> Tensor | None:
-        """See ``TransformerModelChunkSchedulePlan.run``. Returns the output of the forward pass."""
+        """Run the forward pass of one plan, the backward pass of another, or both together.
+
+        Megatron's loops call it, so the seven parameters are those of its
+        ``TransformerModelChunkSchedulePlan.run``. The functions receive and send tensors of other pipeline
+        stages before and after a pass. Returns the output of the forward pass.
+        """
         new, old = f_schedule_plan, b_schedule_plan
         if new is not None and pre_forward is not None:
             pre_forward(new.vp_stage)
         if old is not None and pre_backward is not None:
             pre_backward(old.vp_stage)
-        output = None
-        if new is None:
-            old.backward(b_grad)
-        elif old is None:
-            output = new.forward()
-        else:
-            output = new._context.partners.run(new.forward, functools.partial(old.backward, b_grad))
+        output = _run_passes(new, old, b_grad)
         if new is not None and post_forward is not None:
+            assert output is not None
             post_forward(output, new.vp_stage)
         if old is not None and post_backward is not None:
-            post_backward(None if old._input is None else old._input.grad, old.vp_stage)
+            post_backward(old.input_gradient, old.vp_stage)
         if new is not None:
             # Megatron waits for this event before it computes the loss.
             new.event.record()
         return output
+
+    def run_with(self, old: MicroBatch, gradient: Tensor) -> Tensor:
+        """Run the forward pass together with the backward pass of ``old``."""
+        partners = self._context.partners
+        assert partners is not None
+        return partners.run(self.forward, functools.partial(old.backward, gradient))
+
+    @property
+    def input_gradient(self) -> Tensor | None:
+        """The gradient of the input after the backward pass; None in the first pipeline stage."""
+        return None if self._input is None else self._input.grad
 
     def forward(self) -> Tensor:
         """Run the forward pass, with the pipeline of a micro-batch that has these partners."""
@@ -171,3 +182,15 @@ class MicroBatch(AbstractSchedulePlan):
             accumulate_grad=True,
         )
         self._output = None
+
+
+def _run_passes(new: MicroBatch | None, old: MicroBatch | None, gradient: Tensor | None) -> Tensor | None:
+    """The forward pass of ``new``, the backward pass of ``old``; returns the output of the forward pass."""
+    if old is None:
+        assert new is not None
+        return new.forward()
+    assert gradient is not None
+    if new is not None:
+        return new.run_with(old, gradient)
+    old.backward(gradient)
+    return None

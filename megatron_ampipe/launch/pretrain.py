@@ -7,12 +7,11 @@ The training step is in :mod:`.gpt`; models get their layers in :mod:`.script`.
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_ampipe import compat
+from megatron_ampipe.launch import host
 from megatron_ampipe.launch.ending import known_cause, run_to_end
-from megatron_ampipe.launch.planned import plan_of_run
-from megatron_ampipe.launch.refusals import refuse_unsupported
+from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.script import TrainingSession, wrap_steps
 
 PROGRAM_NAME = "pretrain_gpt"
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_to_end(train)
 
 
-def prepare_training(session: TrainingSession) -> Any:
+def prepare_training(session: TrainingSession) -> object:
     """Parse, check and build the configuration of a run, before any process group exists.
 
     Raises :class:`BadInput` if AMPipe refuses the arguments, :class:`EnvironmentMissing` if this Megatron
@@ -73,19 +72,18 @@ def prepare_training(session: TrainingSession) -> Any:
     return pretrain_cfg_container_from_args(args, model_config)
 
 
-def check_launch(words: Sequence[str]) -> None:
-    """Check a resolved command line for ``WORLD_SIZE`` ranks as a launch does; raises :class:`BadInput`."""
+def check_launch(words: Sequence[str]) -> Run:
+    """The run of a command line on ``WORLD_SIZE`` ranks, resolved as by a launch, or :class:`BadInput`."""
     from megatron.training.arguments import parse_args, validate_args
+
+    from megatron_ampipe.launch.resolve import resolve
 
     session = TrainingSession(words)
     sys.argv = [PROGRAM_NAME, *words]
     try:
         args = session.parse(parse_args)
         validate_args(args, TOKENIZER_DEFAULT)
-        run = session.requested
-        assert run is not None
-        refuse_unsupported(run.settings, run.pipeline, args)
-        if run.plan is not None and run.settings.plan is not None:
-            plan_of_run(args, run.plan, run.settings.plan)
+        assert session.requested is not None
+        return resolve(args, session.requested, adjustments={}, on_gpu=not host.installed())
     except Exception as error:
         raise known_cause(error) or error from error

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from megatron_ampipe import compat
+from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
@@ -28,6 +29,9 @@ from megatron_ampipe.launch.run import Run, switch_off_overlaps
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
 
 if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from megatron_ampipe.layers.context import AMPipeContext
 
 GPT, HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
@@ -44,7 +48,13 @@ class Options(TypedDict, total=False):
     capacity_scope: str
 
 
-def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
+class AllOptions(Options):
+    """The options with the degree, which has no default."""
+
+    degree: int
+
+
+def switch_on(recipe: object, *, degree: int, **options: Unpack[Options]) -> None:
     """Pipeline the MoE layers of a recipe's model. Call it after all other changes, before training.
 
     ``recipe`` has a field ``model``, or is a model's configuration. Its layer specification is changed, and
@@ -53,7 +63,8 @@ def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
     :class:`EnvironmentMissing` if torch or Megatron is of an unsupported version.
     """
     compat.require_peers()
-    model = getattr(recipe, "model", recipe)
+    # Or a provider of models, which has the same fields.
+    model: TransformerConfig = getattr(recipe, "model", recipe)
     name = GPT if hasattr(model, GPT) else HYBRID
     given = getattr(model, name, None)
     rule = None
@@ -65,11 +76,11 @@ def switch_on(recipe: Any, *, degree: int, **options: Unpack[Options]) -> None:
         remedy = "Give a recipe of a GPT or hybrid model, or its field model, once."
         raise BadInput("recipe", type(model).__name__, rule=rule, remedy=remedy)
     # Plain values, so that the recipe can still be saved.
-    settings: dict[str, Any] = {"degree": degree, **options}
+    settings: AllOptions = {"degree": degree, **options}
     run = _run(**settings)
     if not run.pipelined:
         return
-    arguments = Arguments(recipe, model, capacity_scope=run.settings.capacity_scope)
+    arguments = _arguments(recipe, model, capacity_scope=run.settings.capacity_scope)
     refuse_unsupported(run.settings, run.pipeline, arguments)
     switch_off_overlaps(model)
     if getattr(arguments, "use_megatron_fsdp", False):
@@ -98,17 +109,19 @@ def switch_on_models(*, degree: int, **options: Unpack[Options]) -> None:
 
     run = _run(degree, **options)
     models = models_of_megatron()
-    if any(hasattr(model.__init__, "ampipe") for model in models):
+    if any(hasattr(vars(model)["__init__"], "ampipe") for model in models):
         remedy = "Call switch_on_models once, and switch_on for no recipe."
         raise BadInput("degree", degree, rule="AMPipe is switched on in this process already", remedy=remedy)
     if not run.pipelined:
         return
     connections.set_default()
     for model in models:
-        model.__init__ = _constructor(model.__init__, run, name=GPT if model is models[0] else HYBRID)
+        name = GPT if model is models[0] else HYBRID
+        wrapped = _constructor(model.__init__, run, name=name)  # type: ignore[misc]
+        model.__init__ = wrapped  # type: ignore[misc]
     if torch.cuda.is_available():
         construct = on_training_stream(DistributedDataParallel.__init__)
-        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = construct
 
 
 def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Callable[..., None]:
@@ -118,7 +131,7 @@ def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Call
     signature = inspect.signature(construct)
 
     @functools.wraps(construct)
-    def constructing(model: Any, *args: Any, **kwargs: Any) -> None:
+    def constructing(model: object, *args: object, **kwargs: object) -> None:
         bound = signature.bind(model, *args, **kwargs)
         given, kind = bound.arguments, type(model)
         transformer = given["config"]
@@ -127,7 +140,7 @@ def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Call
             print_on_first_rank(f"a {kind.__name__} has no MoE layers, and stays as it is")
             return
         recipe = SimpleNamespace(train=SimpleNamespace(seq_length=given["max_sequence_length"], **given))
-        arguments = Arguments(recipe, transformer, capacity_scope=run.settings.capacity_scope)
+        arguments = _arguments(recipe, transformer, capacity_scope=run.settings.capacity_scope)
         refuse_unsupported(run.settings, run.pipeline, arguments)
         switch_off_overlaps(transformer)
         given[name] = _pipelined(name, given[name], transformer, run, vp_stage=given.get("vp_stage"))
@@ -142,7 +155,7 @@ def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Call
     return constructing
 
 
-def _check_patches_of_mcore_bridge(transformer: Any, context: AMPipeContext) -> None:
+def _check_patches_of_mcore_bridge(transformer: TransformerConfig, context: AMPipeContext) -> None:
     """Refuse changes of ms-swift's models to Megatron's layers that pipelined layers would not do."""
     from megatron_ampipe.layers.context import DocumentReader
 
@@ -157,8 +170,8 @@ def _check_patches_of_mcore_bridge(transformer: Any, context: AMPipeContext) -> 
 
 
 def pipelined_layers(
-    model: Any, vp_stage: int | None = None, *, name: str, given: Any, settings: Mapping[str, Any]
-) -> Any:
+    model: object, vp_stage: int | None = None, *, name: str, given: object, settings: AllOptions
+) -> object:
     """The layer specification of a model's configuration, pipelined with the options of :func:`switch_on`.
 
     ``given`` is the value of its field ``name``, :data:`GPT` or :data:`HYBRID`: a specification, a function
@@ -166,10 +179,8 @@ def pipelined_layers(
     """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    if given is None and name == GPT:
-        from megatron.training.models.gpt import default_layer_spec as given
-    elif given is None:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as given
+    if given is None:
+        given = _default_of_megatron(name)
     # A ModuleSpec is callable too, but that would build the layer.
     if callable(given) and not isinstance(given, ModuleSpec):
         parameters = inspect.signature(given).parameters
@@ -182,7 +193,20 @@ def pipelined_layers(
     return _pipelined(name, given, transformer, _run(**settings), vp_stage=vp_stage)
 
 
-def _pipelined(name: str, spec: Any, transformer: Any, run: Run, *, vp_stage: int | None) -> Any:
+def _default_of_megatron(name: str) -> object:
+    """What Megatron takes if the field ``name`` of a model's configuration is None."""
+    if name == GPT:
+        from megatron.training.models.gpt import default_layer_spec
+
+        return default_layer_spec
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    return hybrid_stack_spec
+
+
+def _pipelined(
+    name: str, spec: object, transformer: TransformerConfig, run: Run, *, vp_stage: int | None
+) -> object:
     """The specification with pipelined layers; ``transformer`` is the configuration of the layers."""
     if name == HYBRID:
         from megatron_ampipe.layers.hybrid import pipelined_stack
@@ -198,7 +222,7 @@ def _pipelined(name: str, spec: Any, transformer: Any, run: Run, *, vp_stage: in
     return pipelined(spec, _context(run))
 
 
-def _make_groups(transformer: Any, run: Run, groups: Any) -> None:
+def _make_groups(transformer: TransformerConfig, run: Run, groups: ProcessGroupCollection | None) -> None:
     """Make the process groups of a GPT model; every rank builds one. A hybrid stack makes its own."""
     from megatron_ampipe.layers.process_groups import make_groups_of_model
 
@@ -231,20 +255,16 @@ def _context_of(settings: Settings, pipeline: Pipeline) -> AMPipeContext:
     return AMPipeContext(settings, pipeline, recorder=Recorder(num_iterations=0))
 
 
-class Arguments:
-    """Presents a recipe as Megatron's arguments, for the table of refusals.
+def _arguments(recipe: object, model: object, *, capacity_scope: str) -> Arguments:
+    """A recipe as Megatron's arguments, for the table of refusals.
 
     With few exceptions, fields of a model's configuration have the names of the arguments.
     """
-
-    def __init__(self, recipe: Any, model: Any, *, capacity_scope: str) -> None:
-        self._parts = (model, *(getattr(recipe, name, None) for name in ("dataset", "ddp", "train")))
-        self.num_experts = getattr(model, "num_moe_experts", None)
-        self.group_query_attention = getattr(model, "num_query_groups", None) is not None
-        self.ampipe_capacity_scope = capacity_scope if capacity_scope != "sequence" else None
-
-    def __getattr__(self, name: str) -> Any:
-        for part in self._parts:
-            if hasattr(part, name):
-                return getattr(part, name)
-        raise AttributeError(name)
+    parts = (getattr(recipe, name, None) for name in ("dataset", "ddp", "train"))
+    return Arguments(
+        model,
+        *parts,
+        num_experts=getattr(model, "num_moe_experts", None),
+        group_query_attention=getattr(model, "num_query_groups", None) is not None,
+        ampipe_capacity_scope=capacity_scope if capacity_scope != "sequence" else None,
+    )

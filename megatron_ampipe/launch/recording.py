@@ -13,13 +13,11 @@ Only a few rows are compared for similarity: comparing all takes longer than a t
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,29 +34,27 @@ from megatron_ampipe.errors import RunFailed, global_rank
 from megatron_ampipe.exchange.codecs import Condenser
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch.auto import print_on_first_rank
+from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
+from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.plan.recorded_routing import THRESHOLDS, LayerRouting, RoutingRecord, divisors
 from megatron_ampipe.schedule import Direction
-from megatron_ampipe.schedule.features import expert_tensor_ranks
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
 
+Counted = tuple[int, tuple[int, ...], LayerRouting]
+"""What a rank has counted of a layer: the rank, the number of tokens in each chunk, and their routing."""
 Metric = tuple[str, float, int]
 """The name in the log, the value, and the number of digits in the log."""
-
-
-def has_expert_communication(args: argparse.Namespace) -> bool:
-    """Whether the experts of a layer are on more than one rank, so that there is communication to hide."""
-    ranks: int = args.expert_model_parallel_size * expert_tensor_ranks(args)
-    return ranks > 1
 
 
 class Recording(Hook):
     """Selects the iterations that are recorded, logs their metrics and writes the trace at the end."""
 
-    def __init__(self, context: AMPipeContext, args: argparse.Namespace) -> None:
-        self._context, self._args = context, args
+    def __init__(self, context: AMPipeContext, environment: Environment) -> None:
+        self._context = context
+        self._environment = environment
         self._folder = None if context.settings.trace_dir is None else Path(context.settings.trace_dir)
         if self._folder is not None:
             flag = "--ampipe-trace-dir"
@@ -67,25 +63,26 @@ class Recording(Hook):
                 earlier.unlink(missing_ok=True)
 
     def _is_logged(self, iteration: int) -> bool:
-        args = self._args
-        is_due = args.rank == args.world_size - 1 and iteration % args.log_interval == 0
-        return bool(is_due and not self._context.graph_modules)
+        environment = self._environment
+        is_last_rank = environment.rank == environment.world_size - 1
+        is_due = is_last_rank and iteration % environment.log_interval == 0
+        return is_due and not self._context.graph_modules
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         for model in unwrap_model(models):
             model.register_forward_pre_hook(lambda model, _: self.before_forward(model))
 
-    def before_forward(self, model: Any) -> None:
+    def before_forward(self, model: Model) -> None:
         """Set the recorder's iteration, or pause the recorder; also in evaluation."""
-        # With --skip-train, args has no count of iterations. Megatron counts from 0 here, from 1 in its log.
-        if model.training and (self._folder or self._is_logged(self._args.curr_iteration + 1)):
-            self._context.recorder.start_iteration(self._args.curr_iteration + 1)
+        # With --skip-train, there is no count of iterations.
+        if model.training and (self._folder or self._is_logged(self._environment.iteration)):
+            self._context.recorder.start_iteration(self._environment.iteration)
         else:
             self._context.recorder.pause()
 
     def after_log(self) -> None:
         """Write the metrics of a recorded iteration to all outputs of this run."""
-        iteration = self._args.curr_iteration + 1
+        iteration = self._environment.iteration
         metrics = self._metrics(iteration) if self._is_logged(iteration) else []
         if not metrics:
             return
@@ -104,12 +101,12 @@ class Recording(Hook):
     def _metrics(self, iteration: int) -> list[Metric]:
         """The metrics of an iteration, with a plan's predictions; none if no pipelined layer has run."""
         context = self._context
-        timeline = context.recorder.timeline(rank=self._args.rank, labels={}, iteration=iteration)
+        timeline = context.recorder.timeline(rank=self._environment.rank, labels={}, iteration=iteration)
         if not timeline.spans:
             return []
         metrics: list[Metric] = [("degree", context.pipeline.degree, 0)]
         # Copies within a rank do not count as communication.
-        if has_expert_communication(self._args):
+        if self._environment.expert_ranks > 1:
             metrics.append(("hidden share", timeline.hidden_share, 3))
             exposed_us = timeline.communication_us - timeline.hidden_us
             metrics.append(("exposed communication (ms)", exposed_us / 1e3, 2))
@@ -143,9 +140,12 @@ class RoutingRecording(Hook):
     expert. There is no context at degree 1.
     """
 
-    def __init__(self, args: argparse.Namespace, settings: Settings, context: AMPipeContext | None) -> None:
-        assert settings.routing_dir is not None
-        self._args, self._interval, self._context = args, settings.routing_interval, context
+    def __init__(self, environment: Environment, settings: Settings, context: AMPipeContext | None) -> None:
+        assert settings.routing_dir is not None and environment.num_experts is not None
+        self._environment = environment
+        self._num_experts = environment.num_experts
+        self._interval = settings.routing_interval
+        self._context = context
         self._folder = Path(settings.routing_dir)
         condensed = [] if settings.condense is None else [settings.condense]
         self._thresholds = tuple(sorted({*THRESHOLDS, *condensed}))
@@ -155,10 +155,9 @@ class RoutingRecording(Hook):
 
     @property
     def _iteration(self) -> int:
-        iteration: int = self._args.curr_iteration + 1
-        return iteration
+        return self._environment.iteration
 
-    def models_built(self, models: list[Any]) -> None:
+    def models_built(self, models: Sequence[Model]) -> None:
         """Collect the routers, except those of multi-token prediction."""
         self._routers = [
             module
@@ -183,7 +182,15 @@ class RoutingRecording(Hook):
             # ``always_call``: other hooks of a router are called once for all chunks, this form for each.
             self._handles.append(router.register_forward_hook(see, with_kwargs=True, always_call=True))
 
-    def _see(self, pick: int | None, router: Any, inputs: Any, options: dict[str, Any], outputs: Any) -> None:
+    def _see(
+        self,
+        pick: int | None,
+        router: TopKRouter,
+        inputs: tuple[Tensor, ...],
+        options: Mapping[str, int],
+        outputs: tuple[Tensor, ...],
+    ) -> None:
+        """A forward hook: keep what a router has chosen for a chunk."""
         place = router.layer_number, options.get("chunk", 0)
         # Later micro-batches, and the recompute of the first one, are not counted.
         if router.training and place not in self._seen:
@@ -201,12 +208,13 @@ class RoutingRecording(Hook):
         rank = parallel_state.get_expert_tensor_and_model_parallel_group().rank()
         counted = [(rank, *self._counted(layer)) for layer in {layer for layer, _ in self._seen}]
         self._handles, self._seen = [], {}
-        gathered: list[Any] = [None] * dist.get_world_size()
+        gathered: list[list[Counted]] = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(counted, gathered if dist.get_rank() == 0 else None)
         if dist.get_rank() != 0:
             return
         num_chunks = 1 if self._context is None else self._context.pipeline.num_chunks
-        tokens, parts = (), collections.defaultdict(list)
+        tokens: tuple[int, ...] = ()
+        parts: dict[int, list[LayerRouting]] = collections.defaultdict(list)
         entries = sorted((entry for counts in gathered for entry in counts), key=lambda entry: entry[0])
         for _, lengths, part in entries:
             # A layer that Megatron runs has no chunks.
@@ -215,15 +223,15 @@ class RoutingRecording(Hook):
                 parts[part.layer].append(part)
         if not parts:
             return
-        args = self._args
+        environment = self._environment
         try:
             RoutingRecord(
                 iteration=self._iteration,
-                num_experts=args.num_experts,
+                num_experts=self._num_experts,
                 ranks=parallel_state.get_expert_model_parallel_world_size(),
-                batch=args.micro_batch_size,
-                ranks_per_sequence=args.tensor_model_parallel_size * args.context_parallel_size,
-                hidden_size=args.hidden_size,
+                batch=environment.batch,
+                ranks_per_sequence=environment.tensor_ranks * environment.layout.context_ranks,
+                hidden_size=environment.hidden_size,
                 tokens=tokens,
                 layers=tuple(_joined(parts[layer]) for layer in sorted(parts)),
             ).write(self._folder)
@@ -235,13 +243,14 @@ class RoutingRecording(Hook):
         """The number of tokens in each chunk of a layer on this rank, and their routing."""
         chosen, rows = zip(*(self._seen[key] for key in sorted(self._seen) if key[0] == layer), strict=True)
         whole = torch.cat(chosen)
-        compared, *left = sum(rows).tolist()
+        compared, *left = torch.stack(rows).sum(dim=0).tolist()
+        by_chunk = [chunk.sum(dim=0) for chunk in chosen]
         routing = LayerRouting(
             layer=layer,
-            counts=_tuples(torch.stack([chunk.sum(dim=0) for chunk in chosen], dim=1).tolist()),
+            counts=tuple(_table(sequence) for sequence in torch.stack(by_chunk, dim=1)),
             arrivals={
-                places: _tuples(whole.unflatten(2, (places, -1)).any(dim=3).sum(dim=0).tolist())
-                for places in divisors(self._args.num_experts)[1:-1]
+                places: _table(whole.unflatten(2, (places, -1)).any(dim=3).sum(dim=0))
+                for places in divisors(self._num_experts)[1:-1]
             },
             rows_compared=compared,
             rows_left=dict(zip(self._thresholds, left, strict=True)),
@@ -261,8 +270,10 @@ def _joined(parts: Sequence[LayerRouting]) -> LayerRouting:
     )
 
 
-def _tuples(nested: Any) -> Any:
-    return tuple(map(_tuples, nested)) if isinstance(nested, list) else nested
+def _table(counts: Tensor) -> tuple[tuple[int, ...], ...]:
+    """A matrix of counts as plain numbers."""
+    rows: list[list[int]] = counts.tolist()
+    return tuple(tuple(row) for row in rows)
 
 
 def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:

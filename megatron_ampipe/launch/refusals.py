@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
-from megatron_ampipe.block.settings import AUTO, Settings
+from megatron_ampipe.block.megatron_settings import Arguments
+from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.planned import (
+from megatron_ampipe.launch.environment import (
     captured_modules,
     exchanges_of,
     layout_of_args,
     ranks_per_node,
-    setting_of_plan,
     waits_for_stage,
 )
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, Saved, chunk_strategies
@@ -37,28 +36,6 @@ from megatron_ampipe.schedule.features import (
 )
 from megatron_ampipe.schedule.pipeline import builds_layers
 
-_DESTS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
-"""Flags whose argument has another name in Megatron."""
-
-
-class _Arguments:
-    """Parsed arguments, in which absent ones are None, because older versions of Megatron have fewer.
-
-    The values of a plan replace the flags that they stand for.
-    """
-
-    def __init__(self, arguments: Any, plan: Pipeline | None = None) -> None:
-        self.all, self.planned = arguments, () if plan is None else ("memory", "exchange", "partner")
-        for name in self.planned:
-            setattr(self, f"ampipe_{name}", getattr(plan, name))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.all, name, None)
-
-    def of(self, flag: str) -> Any:
-        """The value of a flag, by its name."""
-        return getattr(self, _DESTS.get(flag, flag[2:].replace("-", "_")))
-
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -68,7 +45,7 @@ class Refusal:
     """The flag, as users write it."""
     rule: str
     remedy: str
-    when: Callable[[Any], object] | None = None
+    when: Callable[[Arguments], object] | None = None
     """Called with the arguments if the flag has a value: returns whether they are refused, or the part of the
     value that is refused. None: refused whenever the flag is set."""
     required: bool = False
@@ -76,7 +53,7 @@ class Refusal:
     also_with_plan: bool = False
     """Whether the remedy is right too if a plan has the value; else another plan has to be made."""
 
-    def applies(self, args: _Arguments) -> object:
+    def applies(self, args: Arguments) -> object:
         """Return the refused value; None if the combination is supported."""
         value = args.of(self.setting)
         if self.required:
@@ -89,17 +66,20 @@ class Refusal:
         return value if refused is True else refused
 
 
-def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: Any) -> None:
+def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object) -> None:
     """Raise :class:`BadInput` for the first row of :data:`REFUSALS` that applies, or for too many chunks.
 
     ``arguments`` are Megatron's, parsed; at degree 1 nothing is refused.
     """
     if not builds_layers(settings, pipeline):
         return
-    plan = None
-    pipeline.chunks(arguments.seq_length)
-    if settings.plan is not None:
-        plan, flag = pipeline, setting_of_plan(arguments)[0].flag
+    has_plan = settings.plan is not None
+    # What a plan says replaces the flags that it stands for.
+    planned = {f"ampipe_{name}": getattr(pipeline, name) for name in _PLANNED} if has_plan else {}
+    args = Arguments(arguments, **planned)
+    pipeline.chunks(args.seq_length)
+    if has_plan:
+        flag = _setting_of_plan(args)[0].flag
         flags, off = f"{flag} {settings.plan}", f"no {flag}"
     elif pipeline.partner is not None and pipeline.degree == 1:
         flags, off = "--ampipe-partner", "no --ampipe-partner"
@@ -108,33 +88,61 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: Any) -
     else:
         # AMPipe's layers are used with one chunk because of the exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
-    _refuse(REFUSALS, _Arguments(arguments, plan), flags, off)
-    tile = rows_of_tile(arguments, getattr(arguments, "micro_batch_size", None) or 1)
-    if tile > 1 and plan is None:
-        require_whole_tiles(pipeline.chunks(arguments.seq_length, layout_of_args(arguments)), tile)
+    _refuse(REFUSALS, args, flags=flags, off=off, has_plan=has_plan)
+    tile = rows_of_tile(args, args.micro_batch_size or 1)
+    if tile > 1 and not has_plan:
+        require_whole_tiles(pipeline.chunks(args.seq_length, layout_of_args(args)), tile)
 
 
-def refuse_with_token_ids(router: str, arguments: Any) -> None:
+_PLANNED = ("memory", "exchange", "partner")
+"""Flags of AMPipe that rows refuse and a plan sets."""
+
+
+def setting_of_plan(*, saved: bool) -> tuple[Setting, str]:
+    """The flag that names the plan of a run, and the remedy if the plan does not fit.
+
+    ``saved``: it is the file of ``--ampipe-save-plan``, which an earlier run has written.
+    """
+    if saved:
+        return SETTING["save_plan"], "Remove the file, or give another name, to choose again."
+    return SETTING["plan"], "Make one with ampipe plan from a model file with this run's flags."
+
+
+def _setting_of_plan(args: Arguments) -> tuple[Setting, str]:
+    return setting_of_plan(saved=args.ampipe_save_plan is not None)
+
+
+def refuse_with_token_ids(router: str, arguments: object) -> None:
     """As :func:`refuse_unsupported`, with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is a name."""
-    _refuse(TOKEN_ID_REFUSALS, _Arguments(arguments), f"--ampipe-router {router}", "--ampipe-degree 1")
+    flags, off = f"--ampipe-router {router}", "--ampipe-degree 1"
+    _refuse(TOKEN_ID_REFUSALS, Arguments(arguments), flags=flags, off=off)
 
 
-def _refuse(table: tuple[Refusal, ...], args: _Arguments, flags: str, off: str) -> None:
+def _refuse(
+    table: tuple[Refusal, ...], args: Arguments, *, flags: str, off: str, has_plan: bool = False
+) -> None:
+    """Raise :class:`BadInput` for the first row that applies.
+
+    ``flags`` are what pipelines the run, ``off`` what to write to train without; with ``has_plan``, a plan
+    sets the values of :data:`_PLANNED`.
+    """
     for row in table:
         value = row.applies(args)
-        if value is not None:
-            remedy = row.remedy.replace("--ampipe-degree 1", off)
-            if row.setting.removeprefix("--ampipe-") in args.planned and not row.also_with_plan:
-                _, remedy = setting_of_plan(args.all)
-            raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
+        if value is None:
+            continue
+        remedy = row.remedy.replace("--ampipe-degree 1", off)
+        is_planned = has_plan and row.setting.removeprefix("--ampipe-") in _PLANNED
+        if is_planned and not row.also_with_plan:
+            _, remedy = _setting_of_plan(args)
+        raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
 
 
-def offloads_experts(arguments: Any) -> bool:
+def offloads_experts(arguments: object) -> bool:
     """Whether ``--ampipe-memory offload`` can replace Megatron's fine-grained offloading.
 
     It offloads all saved activations of experts, maybe more than ``--offload-modules``, with equal results.
     """
-    args = _Arguments(arguments)
+    args = Arguments(arguments)
     return bool(
         args.fine_grained_activation_offloading
         and args.offload_modules
@@ -144,7 +152,7 @@ def offloads_experts(arguments: Any) -> bool:
     )
 
 
-def _with(args: Any, setting: str, *conflicts: str | None) -> str | None:
+def _with(args: Arguments, setting: str, *conflicts: str | None) -> str | None:
     """The value of a flag with the first of these that is in conflict with it; None if nothing is.
 
     A conflict is a flag, which is shown with its value, or None.
@@ -157,22 +165,22 @@ def _with(args: Any, setting: str, *conflicts: str | None) -> str | None:
     return " ".join(str(word) for words in lists for word in words)
 
 
-def _set(args: Any, *flags: str) -> str | None:
+def _set(args: Arguments, *flags: str) -> str | None:
     """The first of these flags that is set; None if none is."""
     return next((flag for flag in flags if args.of(flag)), None)
 
 
-def _has_no_experts(args: Any) -> bool:
-    return "E" not in "".join(stages_of(args.all) or ())
+def _has_no_experts(args: Arguments) -> bool:
+    return "E" not in "".join(stages_of(args) or ())
 
 
-def _has_no_pairs(args: Any) -> str | None:
-    if runs_of(stages_of(args.all) or ()):
+def _has_no_pairs(args: Arguments) -> str | None:
+    if runs_of(stages_of(args) or ()):
         return None
     return _with(args, "--hybrid-layer-pattern", _set(args, "--ampipe-cluster", "--ampipe-memory-budget"))
 
 
-def _documents(args: Any) -> str | None:
+def _documents(args: Arguments) -> str | None:
     """The flag that packs documents."""
     return _set(args, "--sft", "--dataloader-inter-document-masking")
 
@@ -180,21 +188,21 @@ def _documents(args: Any) -> str | None:
 _DISPATCHER = "--moe-token-dispatcher-type"
 
 
-def _splits_weights_elsewhere(args: Any) -> bool:
+def _splits_weights_elsewhere(args: Arguments) -> bool:
     return args.transformer_impl is not None and not splits_weights(args) and _names_weights(args)
 
 
-def _names_weights(args: Any) -> bool:
+def _names_weights(args: Arguments) -> bool:
     """Whether the named schedule computes weight gradients in separate stages."""
     return args.ampipe_schedule and Pipeline.of(1, schedule=args.ampipe_schedule).splits_weights
 
 
-def _measures_without_training(args: Any) -> bool:
+def _measures_without_training(args: Arguments) -> bool:
     chosen = args.ampipe_cluster or (args.ampipe_save_plan and os.path.isfile(args.ampipe_save_plan))
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
 
 
-def _partner_flag(args: Any) -> str | None:
+def _partner_flag(args: Arguments) -> str | None:
     """The flag that asks for partners: AMPipe's, or Megatron's, which becomes it."""
     if not args.ampipe_partner:
         return None
@@ -209,15 +217,15 @@ def _resends(memory: str | None) -> bool:
     )
 
 
-def _sends_rows(args: Any) -> bool:
+def _sends_rows(args: Arguments) -> bool:
     """Whether the dispatcher is ``alltoall``, whose rows AMPipe sends in its own collectives."""
     return args.moe_token_dispatcher_type in (None, "alltoall")
 
 
-def _keeps_no_scores(setting: str) -> Callable[[Any], str | None]:
+def _keeps_no_scores(setting: str) -> Callable[[Arguments], str | None]:
     """A check that names the flag with which no attention keeps the largest scores."""
 
-    def conflict(args: Any) -> str | None:
+    def conflict(args: Arguments) -> str | None:
         is_local, is_ring = args.transformer_impl in (None, "local"), (args.context_parallel_size or 1) > 1
         local, ring = (
             "--transformer-impl" if is_local else None,
@@ -228,10 +236,10 @@ def _keeps_no_scores(setting: str) -> Callable[[Any], str | None]:
     return conflict
 
 
-def _is_not_in_nodes(args: Any) -> str | None:
+def _is_not_in_nodes(args: Arguments) -> str | None:
     """The exchange over nodes, with the sizes of a layout that does not allow it."""
-    per_node = ranks_per_node(args.all)
-    if not _has_two_hops(args) or per_node is None or args.ampipe_exchange in exchanges_of(args.all):
+    per_node = ranks_per_node(args.ampipe_ranks_per_node)
+    if not _has_two_hops(args) or per_node is None or args.ampipe_exchange in exchanges_of(args, per_node):
         return None
     return (
         f"{args.ampipe_exchange} with --expert-model-parallel-size {args.expert_model_parallel_size} and "
@@ -239,27 +247,27 @@ def _is_not_in_nodes(args: Any) -> str | None:
     )
 
 
-def _has_two_hops(args: Any) -> bool:
+def _has_two_hops(args: Arguments) -> bool:
     return args.ampipe_exchange in (Exchange.NODES, Exchange.TWO_DIMENSIONAL)
 
 
-def _joins_copies(args: Any) -> bool:
+def _joins_copies(args: Arguments) -> bool:
     return args.ampipe_exchange in (Exchange.RANKS, Exchange.NODES)
 
 
-def _ranks(args: Any) -> int:
+def _ranks(args: Arguments) -> int:
     """Number of ranks that share the experts of a layer."""
     return int((args.expert_model_parallel_size or 1) * (expert_tensor_ranks(args) or 1))
 
 
-def _offloads_other_modules(args: Any) -> str:
+def _offloads_other_modules(args: Arguments) -> str:
     """The flag for which ``--ampipe-memory offload`` cannot replace Megatron's offloading."""
     own = _set(args, "--ampipe-plan", "--ampipe-memory-budget", "--ampipe-memory")
     conflict = own or _keeps_other_tensors(args) or _recomputes_experts(args) or "--offload-modules"
     return _with(args, "--fine-grained-activation-offloading", conflict) or ""
 
 
-def _recomputes_experts(args: Any) -> str | None:
+def _recomputes_experts(args: Arguments) -> str | None:
     """The flag with which Megatron recomputes experts."""
     if args.recompute_granularity == "full":
         return "--recompute-granularity"
@@ -267,7 +275,7 @@ def _recomputes_experts(args: Any) -> str | None:
     return "--recompute-modules" if is_selective and "moe" in (args.recompute_modules or []) else None
 
 
-def _keeps_other_tensors(args: Any) -> str | None:
+def _keeps_other_tensors(args: Arguments) -> str | None:
     """The flag with which experts save other tensors for their backward pass than inputs of linear layers."""
     return _set(args, "--fp8-format", "--use-transformer-engine-op-fuser")
 
@@ -287,14 +295,14 @@ _NOT_WITH_GRAPHS = (
 _USUAL = (None, False, 0, KEEP, Exchange.ROWS)
 
 
-def _captures_too_much(args: Any) -> str | None:
-    return next((name for name in captured_modules(args.all) if name not in _CAPTURED), None)
+def _captures_too_much(args: Arguments) -> str | None:
+    return next((name for name in captured_modules(args) if name not in _CAPTURED), None)
 
 
-def _cannot_capture(args: Any) -> str | None:
+def _cannot_capture(args: Arguments) -> str | None:
     """The value of ``--cuda-graph-impl``, with the flag that forbids it; None if graphs can be captured."""
     implementation = args.cuda_graph_impl
-    if not captured_modules(args.all):
+    if not captured_modules(args):
         return None if implementation in (None, "none") else implementation
     forbidden = {
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_GRAPHS},
@@ -304,7 +312,7 @@ def _cannot_capture(args: Any) -> str | None:
         "--tensor-model-parallel-size": (args.tensor_model_parallel_size or 1) > 1,
         "--context-parallel-size": (args.context_parallel_size or 1) > 1,
         "--moe-router-load-balancing-type": balances(args),
-        "--moe-expert-capacity-factor": has_capacity(args.all),
+        "--moe-expert-capacity-factor": has_capacity(args),
     }
     conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
     return None if conflict is None else f"{implementation} with {conflict}"
@@ -326,24 +334,24 @@ _NOT_WITH_FIXED_ROWS = (
 """Flags that are refused with ``--ampipe-rows fixed``, whatever their value."""
 
 
-def _has_fixed_rows(args: Any) -> bool:
+def _has_fixed_rows(args: Arguments) -> bool:
     return bool(args.ampipe_rows == "fixed")
 
 
-def _other_exchange(args: Any) -> str | None:
+def _other_exchange(args: Arguments) -> str | None:
     """The flag that asks for other transfers than the all-to-all of rows."""
     if not _sends_rows(args):
         return _DISPATCHER
     return None if args.ampipe_exchange in (None, Exchange.ROWS) else "--ampipe-exchange"
 
 
-def _other_experts(args: Any) -> str | None:
+def _other_experts(args: Arguments) -> str | None:
     """The flag with which experts are not Megatron's local ones, or quantize their rows."""
     flag = _set(args, "--moe-grouped-gemm", "--fp8-format", "--fp4-format")
     return flag or (None if args.transformer_impl in (None, "local") else "--transformer-impl")
 
 
-def _not_with_fixed_rows(args: Any) -> str | None:
+def _not_with_fixed_rows(args: Arguments) -> str | None:
     """The first flag that cannot be combined with ``--ampipe-rows fixed`` yet."""
     flag = _set(args, *_NOT_WITH_FIXED_ROWS)
     if flag is not None:
@@ -541,7 +549,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "it is not known how many ranks share a node",
         "Start the run with torchrun, which says so, or add --ampipe-ranks-per-node 8, or "
         "--ranks-per-node 8 to ampipe config.",
-        lambda args: _has_two_hops(args) and ranks_per_node(args.all) is None,
+        lambda args: _has_two_hops(args) and ranks_per_node(args.ampipe_ranks_per_node) is None,
         also_with_plan=True,
     ),
     Refusal(
@@ -656,7 +664,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ampipe-capacity-scope",
         "has no effect without an expert capacity",
         "Add --moe-expert-capacity-factor, or leave it out.",
-        lambda args: args.ampipe_capacity_scope == "chunk" and not has_capacity(args.all),
+        lambda args: args.ampipe_capacity_scope == "chunk" and not has_capacity(args),
     ),
     Refusal(
         "--ampipe-router-scope",

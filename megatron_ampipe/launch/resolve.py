@@ -1,8 +1,11 @@
 """Decides how a run is pipelined, from Megatron's validated arguments, before any process group exists.
 
 The second step of a :class:`~megatron_ampipe.launch.run.Run`: all combinations that AMPipe does not support
-are refused, a plan and a memory budget choose, and Megatron's arguments are changed where pipelined blocks
-replace what they ask for.
+are refused, a plan, a planner and a memory budget choose, and Megatron's arguments are changed where
+pipelined blocks replace what they ask for. What is left to decide are the trials of ``--ampipe-degree auto``.
+
+Below the entries of a launch, only this module, and the functions of arguments in ``environment.py`` and
+``refusals.py`` that it calls, see Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -12,20 +15,27 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.settings import SETTING, Settings
-from megatron_ampipe.launch import startup
-from megatron_ampipe.launch.planned import (
+from megatron_ampipe.launch.environment import (
+    block_of_args,
     captured_modules,
-    choose_memory,
+    environment_of,
+    features_of_args,
+    high_priority_groups,
     layers_split_weights,
     packs_documents,
-    plan_of_run,
+    partnered_share,
+    passes_in_flight,
+    reads_masks,
 )
+from megatron_ampipe.launch.planned import choose_memory, plan_of_run, planner_of
 from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
-from megatron_ampipe.launch.run import SWITCHED_OFF, Run
+from megatron_ampipe.launch.run import RELAXES_MAX_CONNECTIONS_CHECK, SWITCHED_OFF, Run
 from megatron_ampipe.layers.gates import TokenIdRouter, load_gate
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import IN_ONE_CHUNK
-from megatron_ampipe.schedule.features import gather_lane, uses_ring_attention
+from megatron_ampipe.schedule.features import uses_ring_attention
 
 
 def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str], on_gpu: bool) -> Run:
@@ -37,37 +47,84 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
     Raises:
         BadInput: a combination is not supported, or a plan, budget or router does not fit the model.
     """
-    run = replace(run, gate=find_gate(run.settings, args), adjustments=adjustments)
     if run.pipelined:
-        refuse_unsupported(run.settings, run.pipeline, args)
-        run = _with_memory(args, run)
-        run = _with_one_chunk(args, run)
-        changed = adjust_arguments(args, run, on_gpu=on_gpu)
-        run = replace(
-            run,
-            adjustments={**adjustments, **changed},
-            recomputed_layers=take_over_recompute(args, run),
-            graph_modules=take_over_graphs(args),
+        # Megatron has validated its arguments.
+        setattr(args, RELAXES_MAX_CONNECTIONS_CHECK, False)
+    gate = refuse(args, run)
+    run = replace(run, gate=gate, adjustments=adjustments)
+    if run.pipelined:
+        run = _with_changed_arguments(args, run, on_gpu=on_gpu)
+    run = replace(run, environment=environment_of(args, run.settings, on_gpu=on_gpu))
+    if run.pipelined:
+        documents = run.resolved_environment.documents is not None
+        kernel = choose_kernel(
+            args, local=args.transformer_impl == "local", on_gpu=on_gpu, documents=documents
         )
+        run = replace(run, attention=(kernel.name, kernel.reason))
+    run = _with_predictions(args, run)
     if run.plan is not None:
-        assert run.settings.plan is not None
-        choice = plan_of_run(args, run.plan, run.settings.plan)
+        choice = plan_of_run(run)
         run = replace(run, choice=choice, pipeline=choice.pipeline)
     return run
 
 
-def _with_memory(args: argparse.Namespace, run: Run) -> Run:
-    """The run with the memory strategy that fits the budget, if there is one."""
-    budget = run.settings.memory_budget
-    if budget is None:
-        return run
-    chosen = choose_memory(args, run.pipeline, budget, run.settings.cluster, automatic=run.settings.automatic)
-    return replace(run, pipeline=chosen.pipeline, memory_reason=chosen.reason)
+def refuse(args: argparse.Namespace, run: Run) -> type | None:
+    """Apply all refusals of flags and models; those of files follow when they are read and compared.
+
+    Returns the router class of ``--ampipe-router``; None for Megatron's own. Raises :class:`BadInput`.
+    """
+    gate = find_gate(run.settings, args)
+    if run.pipelined:
+        refuse_unsupported(run.settings, run.pipeline, args)
+    folder = run.settings.routing_dir
+    if folder is not None and (args.skip_train or not args.num_experts):
+        rule = f"has no effect {'with --skip-train' if args.skip_train else 'without --num-experts'}"
+        raise SETTING["routing_dir"].refuse(folder, rule, "Leave it out.")
+    return gate
+
+
+def _with_changed_arguments(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> Run:
+    """The run with what pipelined blocks take over from Megatron, whose arguments are changed."""
+    changed = adjust_arguments(args, run, on_gpu=on_gpu)
+    return replace(
+        run,
+        adjustments={**run.adjustments, **changed},
+        recomputed_layers=take_over_recompute(args, run),
+        graph_modules=take_over_graphs(args),
+    )
+
+
+def _with_predictions(args: argparse.Namespace, run: Run) -> Run:
+    """The run with its block, if anything is predicted of it, and with what follows from a prediction.
+
+    The memory strategy fits the budget, and a planner chooses the pipeline. Reads the cluster's file.
+    """
+    settings = run.settings
+    if run.plan is not None or settings.save_plan is not None:
+        run = replace(run, features=features_of_args(args, settings))
+    named = (run.plan, settings.save_plan, settings.cluster, settings.memory_budget)
+    is_predicted = any(value is not None for value in named)
+    if not is_predicted:
+        return _with_one_chunk(args, run)
+    # Schedules recompute in place of Megatron, where they have taken it over.
+    block, layers = block_of_args(args, settings, recomputes=run.recomputed_layers > 0)
+    run = replace(run, block=block)
+    cluster = None
+    if settings.cluster is not None:
+        cluster = read_cluster(find_cluster(settings.cluster, flag="--ampipe-cluster"))
+    if settings.memory_budget is not None:
+        chosen = choose_memory(run, layers, cluster, passes=passes_in_flight(args, settings))
+        run = replace(run, pipeline=chosen.pipeline, memory_reason=chosen.reason)
+    run = _with_one_chunk(args, run)
+    if settings.automatic and cluster is not None:
+        planner = planner_of(run, cluster, layers, partnered_share=partnered_share(args, settings))
+        run = replace(run, planner=planner, choice=planner(run.resolved_environment.shape))
+    return run
 
 
 def _with_one_chunk(args: argparse.Namespace, run: Run) -> Run:
     """Overlap weight gradients with transfers, if the user names no schedule and the layers support it."""
-    if args.ampipe_schedule is not None or not layers_split_weights(args):
+    if not run.pipelined or "schedule" in run.given or not layers_split_weights(args):
         return run
     pipeline = run.pipeline
     if run.settings.partner and pipeline.partner is not None:
@@ -87,7 +144,7 @@ def take_over_recompute(args: argparse.Namespace, run: Run) -> float:
         return 0
     if args.distribute_saved_activations or args.hybrid_layer_pattern is not None:
         return 0
-    args.recompute_granularity, args.ampipe_recomputes = None, True
+    args.recompute_granularity = None
     first: int = args.recompute_num_layers
     return first if args.recompute_method == "block" else math.inf
 
@@ -115,7 +172,7 @@ def adjust_arguments(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> dic
     Arguments that cannot be changed without another result are refused instead (``refusals.py``).
     """
     changes: dict[str, str] = {}
-    if args.create_attention_mask_in_dataloader and not startup.reads_masks(args):
+    if args.create_attention_mask_in_dataloader and not reads_masks(args):
         # No layer reads the mask, whose size is the sequence length squared.
         args.create_attention_mask_in_dataloader = False
         reason = "chunks know their causal mask from their position"
@@ -146,9 +203,9 @@ def adjust_arguments(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> dic
         reason = f"in pipelined blocks, in place of {' and '.join(others)}: the same function"
         changes["--cp-comm-type all_gather"] = reason
     if on_gpu:
-        groups = {"ep": True, "tp_ep_mp": True, "ep_tp": gather_lane(args, None), "cp": in_ring}
         given = args.high_priority_stream_groups
-        if missing := [name for name, is_used in groups.items() if is_used and name not in given]:
+        missing = [name for name in high_priority_groups(args) if name not in given]
+        if missing:
             # In place, as Megatron does for its own overlaps.
             given.extend(missing)
             reason = "collectives that are ready do not wait for computation"

@@ -1,8 +1,8 @@
 """What a training run does: one record, from the flags and the files that they name to the first batch.
 
 It is made in two steps, as Megatron's arguments are: :func:`requested` after they are parsed, and
-:func:`~megatron_ampipe.launch.resolve.resolve` after they are validated. A plan file is read once. Layers and
-hooks get the record or parts of it; only ``launch`` reads Megatron's arguments.
+:func:`~megatron_ampipe.launch.resolve.resolve` after they are validated. Files are read once. Layers, hooks
+and the start-up table get the record or parts of it, and no arguments.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megatron_ampipe.block.settings import AUTO, SETTING, Settings, check_given, given_settings
+from megatron_ampipe.block.settings import AUTO, SETTING, Given, Settings, check_given, given_settings
 from megatron_ampipe.launch import config_files, connections
-from megatron_ampipe.launch.planned import ranks_per_node
+from megatron_ampipe.launch.environment import Environment, ranks_per_node
 from megatron_ampipe.launch.refusals import offloads_experts
+from megatron_ampipe.launch.trials import Planner
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     KEEP,
+    BlockFeatures,
     Exchange,
     Partner,
     Pipeline,
@@ -56,7 +58,7 @@ computes the same function without them."""
 RELAXES_MAX_CONNECTIONS_CHECK = "overlap_moe_expert_parallel_comm"
 """This argument is set for every pipelined run while Megatron validates its arguments. Megatron requires
 ``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor or context parallelism on Hopper and older GPUs. If this overlap
-of the all-to-alls is on, it only prints a warning, which is right for AMPipe's overlap too. ``launch.script``
+of the all-to-alls is on, it only prints a warning, which is right for AMPipe's overlap too. ``resolve``
 switches the argument off afterwards."""
 
 
@@ -69,35 +71,79 @@ class Run:
     Attributes:
         settings: The values of all ``--ampipe-*`` flags. A saved plan that is read again counts as
             ``--ampipe-plan``.
+        given: Names of the settings that the user gives, or a flag of Megatron that AMPipe replaces.
         pipeline: How blocks run at first. With one chunk, Megatron's own layers are built, unless
             ``--ampipe-degree auto`` can choose another pipeline later, or the exchange is not Megatron's.
         plan: The plan file, as it was read; None without.
         disabled_flags: The flags of :data:`SWITCHED_OFF` that were given.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
-        choice: The plan for the rows of this run, and why; None without a plan file.
+        environment: What surrounds the blocks; None before ``resolve``.
+        block: The sizes of a block, for a plan, a planner or a memory budget; else None.
+        features: What decides the stages of a block that has its own schedule, and of one that shares it; for
+            a plan that is read or saved, else None.
+        planner: Chooses the pipeline for an input shape; None without ``--ampipe-cluster``.
+        choice: The plan for the rows of this run, and why; None without a plan file and a planner.
         memory_reason: Why the memory strategy was chosen; None if the flags say it.
         in_one_chunk: Name of a further schedule that ``--ampipe-degree auto`` tries at degree 1.
         recomputed_layers: See ``AMPipeContext``.
         graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
+        attention: The kernel of attention and why it was chosen; None where layers are Megatron's.
         adjustments: The changed flags of Megatron, each with the reason.
     """
 
     settings: Settings = field(default_factory=Settings)
     pipeline: Pipeline = field(default_factory=lambda: Pipeline.of(1))
+    given: frozenset[str] = frozenset()
     plan: Plan | None = None
     disabled_flags: tuple[str, ...] = ()
     gate: type | None = None
+    environment: Environment | None = None
+    block: Block | None = None
+    features: tuple[BlockFeatures, BlockFeatures] | None = None
+    planner: Planner | None = None
     choice: Plan | None = None
     memory_reason: str | None = None
     in_one_chunk: str | None = None
     recomputed_layers: float = 0
     graph_modules: frozenset[str] = frozenset()
+    attention: tuple[str, str] | None = None
     adjustments: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def pipelined(self) -> bool:
         """Whether AMPipe's MoE layers are built rather than Megatron's own."""
         return builds_layers(self.settings, self.pipeline)
+
+    @property
+    def first_pipeline(self) -> Pipeline:
+        """How blocks run in the first iteration."""
+        return self.pipeline if self.choice is None else self.choice.pipeline
+
+    @property
+    def resolved_environment(self) -> Environment:
+        """The environment of a resolved run."""
+        assert self.environment is not None, "only in a resolved run"
+        return self.environment
+
+    @property
+    def resolved_block(self) -> Block:
+        """The block of a resolved run that is planned or compared with a plan."""
+        assert self.block is not None, "only in a resolved run with a plan, a cluster or a budget"
+        return self.block
+
+    def decided_by(self, name: str) -> str:
+        """What decides a setting: a flag, a plan, the planner, the first iterations, or a default."""
+        setting = SETTING[name]
+        if setting.in_plan and self.plan is not None:
+            return "the plan"
+        if setting.in_plan and self.settings.automatic and self.settings.cluster is not None:
+            return "the planner"
+        if name == "degree" and "chunks" in self.given:
+            return SETTING["chunks"].flag
+        if name in self.given:
+            chooses = getattr(self.settings, name) == AUTO
+            return "the first iterations" if chooses else setting.flag
+        return "default"
 
 
 def requested(args: argparse.Namespace) -> Run:
@@ -110,11 +156,11 @@ def requested(args: argparse.Namespace) -> Run:
     given = given_settings(args)
     check_given(given)
     plan = _read_plan(given)
-    run = _run_of(args, given, plan)
+    run = _run_of(given, plan)
     if not run.pipelined:
         return run
     disabled = overlaps_given(args)
-    replaced: dict[str, Any] = {}
+    replaced: Given = {}
     if _OFFLOADING_FLAG in disabled:
         replaced["memory"] = "offload"
     is_open = given.get("degree") != AUTO and not {"plan", "save_plan"} & given.keys()
@@ -122,7 +168,7 @@ def requested(args: argparse.Namespace) -> Run:
         replaced["partner"] = True
     given = {**given, **replaced}
     check_given(given)
-    return _run_of(args, given, plan, disabled=disabled)
+    return _run_of(given, plan, disabled=disabled)
 
 
 def prepare_arguments(args: argparse.Namespace, run: Run) -> None:
@@ -143,7 +189,7 @@ def prepare_arguments(args: argparse.Namespace, run: Run) -> None:
     connections.set_default()
 
 
-def overlaps_given(arguments: Any) -> tuple[str, ...]:
+def overlaps_given(arguments: object) -> tuple[str, ...]:
     """The flags in :data:`SWITCHED_OFF` that are set."""
     given = []
     for flag in SWITCHED_OFF:
@@ -154,7 +200,7 @@ def overlaps_given(arguments: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def switch_off_overlaps(arguments: Any) -> None:
+def switch_off_overlaps(arguments: object) -> None:
     """Switch off the flags in :data:`SWITCHED_OFF`, before Megatron checks them."""
     for flag in overlaps_given(arguments):
         setattr(arguments, _argument_of(flag), False)
@@ -164,7 +210,7 @@ def _argument_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _read_plan(given: Mapping[str, Any]) -> Plan | None:
+def _read_plan(given: Given) -> Plan | None:
     """The plan of ``--ampipe-plan``, or of a file that an earlier run of this command line has saved."""
     if "plan" in given:
         return Plan.read(Path(given["plan"]))
@@ -172,10 +218,9 @@ def _read_plan(given: Mapping[str, Any]) -> Plan | None:
     return Plan.read(Path(saved)) if saved is not None and Path(saved).is_file() else None
 
 
-def _run_of(
-    args: argparse.Namespace, given: dict[str, Any], plan: Plan | None, *, disabled: tuple[str, ...] = ()
-) -> Run:
+def _run_of(given: Given, plan: Plan | None, *, disabled: tuple[str, ...] = ()) -> Run:
     """The run of the settings that the user gives, with the plan that they name."""
+    names = frozenset(given)
     if plan is None:
         pipeline = _pipeline(given)
         if pipeline.partner is None and given.get("degree") != AUTO and not pipeline.overlaps:
@@ -193,12 +238,12 @@ def _run_of(
         saved = given["save_plan"]
         given = {name: value for name, value in given.items() if not SETTING[name].in_plan}
         given |= {"plan": saved, "save_plan": None}
-    settings = Settings(**{**given, "ranks_per_node": ranks_per_node(args)})
+    settings = Settings(**{**given, "ranks_per_node": ranks_per_node(given.get("ranks_per_node"))})
     check_condense(settings, pipeline)
-    return Run(settings=settings, pipeline=pipeline, plan=plan, disabled_flags=disabled)
+    return Run(settings=settings, pipeline=pipeline, given=names, plan=plan, disabled_flags=disabled)
 
 
-def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | None = None) -> None:
+def _refuse_without_effect(given: Given, *, stock: bool, plan: str | None = None) -> None:
     """Refuse settings without effect with one chunk, or (``stock``) in Megatron's own layers."""
     why = "which builds Megatron's own layers" if stock else "which is one chunk"
     where = "at --ampipe-degree 1" if plan is None else f"with the plan {plan}"
@@ -209,51 +254,72 @@ def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | No
             raise setting.refuse(value, f"has no effect {where}, {why}", remedy)
 
 
-def _pipeline(given: dict[str, Any]) -> Pipeline:
+def _pipeline(given: Given) -> Pipeline:
     """The pipeline of the flags; if AMPipe chooses, the pipeline before its first choice."""
-    degree, schedule, memory = given.get("degree"), given.get("schedule"), given.get("memory", KEEP)
-    if schedule is not None and "cluster" in given and (degree == AUTO or "memory_budget" not in given):
-        remedy = "Leave one of the two out."
-        raise SETTING["schedule"].refuse(schedule, "is what a plan from --ampipe-cluster chooses", remedy)
-    if memory == AUTO:
-        memory = KEEP
-    check_memory(memory)
-    if degree == AUTO and len(chunk_strategies(memory)) > 1:
+    _refuse_what_is_chosen(given)
+    degree = given.get("degree")
+    shares = parse_shares(given["chunks"], flag="--ampipe-chunks") if "chunks" in given else None
+    if degree is None:
+        degree = 1 if shares is None else len(shares)
+    elif degree == AUTO:
+        degree = 1
+    exchange = given.get("exchange", Exchange.ROWS)
+    return Pipeline.of(
+        degree,
+        backward_degree=given.get("backward_degree"),
+        shares=shares,
+        schedule=given.get("schedule", Settings().schedule),
+        stack=parse_stack(given["stack"], flag="--ampipe-stack") if "stack" in given else ALL_LAYERS,
+        memory=_memory(given),
+        exchange=Exchange.ROWS if exchange == AUTO else Exchange(exchange),
+        partner=_partner(given),
+    )
+
+
+def _refuse_what_is_chosen(given: Given) -> None:
+    """Refuse flags that say what ``--ampipe-degree auto`` or a memory budget chooses."""
+    automatic = given.get("degree") == AUTO
+    memory = given.get("memory", KEEP)
+    if "schedule" in given and "cluster" in given and (automatic or "memory_budget" not in given):
+        raise SETTING["schedule"].refuse(
+            given["schedule"],
+            "is what a plan from --ampipe-cluster chooses",
+            "Leave one of the two out.",
+        )
+    if memory != AUTO:
+        check_memory(memory)
+    if automatic and len(chunk_strategies(memory)) > 1:
         raise SETTING["memory"].refuse(
             memory,
             "names the strategy of each chunk, and their number is what --ampipe-degree auto chooses",
             "Use one of all chunks: --ampipe-memory rebuild, or name the degree: --ampipe-degree 2.",
         )
-    shares, stack = None, ALL_LAYERS
-    if "chunks" in given:
-        shares = parse_shares(given["chunks"], flag="--ampipe-chunks")
-    if "stack" in given:
-        stack = parse_stack(given["stack"], flag="--ampipe-stack")
-    if degree is None:
-        degree = 1 if shares is None else len(shares)
-    exchange, partner = given.get("exchange", Exchange.ROWS), None
-    if given.get("partner") and degree == AUTO and "cluster" not in given:
-        remedy = "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 2."
-        raise SETTING["partner"].refuse("on", "is not what the first iterations can try", remedy)
-    if given.get("partner") and degree != AUTO:
-        partner = Partner(
-            given.get("partner_degree", 1),
-            schedule or SETTING["schedule"].default,
-            given.get("partner_order"),
+    if automatic and given.get("partner") and "cluster" not in given:
+        raise SETTING["partner"].refuse(
+            "on",
+            "is not what the first iterations can try",
+            "Add --ampipe-cluster FILE, which predicts them, or name the degree: --ampipe-degree 2.",
         )
-    return Pipeline.of(
-        1 if degree == AUTO else degree,
-        backward_degree=given.get("backward_degree"),
-        shares=shares,
-        schedule=schedule or SETTING["schedule"].default,
-        stack=stack,
-        memory=memory,
-        exchange=Exchange.ROWS if exchange == AUTO else Exchange(exchange),
-        partner=partner,
+
+
+def _memory(given: Given) -> str:
+    """The memory strategy of the flags; a budget chooses it later."""
+    memory: str = given.get("memory", KEEP)
+    return KEEP if memory == AUTO else memory
+
+
+def _partner(given: Given) -> Partner | None:
+    """How passes with a partner run; with ``--ampipe-degree auto``, a planner chooses it later."""
+    if not given.get("partner") or given.get("degree") == AUTO:
+        return None
+    return Partner(
+        given.get("partner_degree", 1),
+        given.get("schedule", Settings().schedule),
+        given.get("partner_order"),
     )
 
 
-def _check_saved_plan(given: dict[str, Any], chosen: Pipeline) -> None:
+def _check_saved_plan(given: Given, chosen: Pipeline) -> None:
     """Refuse flags that contradict the plan that an earlier run of this command line chose."""
     planned = {"schedule": chosen.name, "memory": chosen.memory, "exchange": str(chosen.exchange)}
     # A planner may choose layer by layer, however many layers may share a schedule.

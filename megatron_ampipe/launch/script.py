@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import functools
 import inspect
 import os
@@ -17,7 +18,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.layout import misfit
@@ -28,8 +29,15 @@ from megatron_ampipe.launch.ending import (
     keep_signal_from_children,
     report_parser_errors,
     run_to_end,
+    warn_of_optimizer_state,
 )
-from megatron_ampipe.launch.run import RELAXES_MAX_CONNECTIONS_CHECK, Run, prepare_arguments, requested
+from megatron_ampipe.launch.run import Run, prepare_arguments, requested
+
+if TYPE_CHECKING:
+    # They import torch, which a launch imports after the flags have been read.
+    from megatron_ampipe.launch.hooks import Hooks
+    from megatron_ampipe.launch.megatron_types import Model
+    from megatron_ampipe.layers.context import AMPipeContext
 
 _session: TrainingSession | None = None
 """The session of this process; in a patched tree, created when a wrapped function is first called."""
@@ -112,11 +120,11 @@ def models_of_megatron() -> tuple[type, ...]:
     return (GPTModel, HybridModel)
 
 
-def _around(function: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+def _around[Output](function: Callable[..., Output], step: Callable[..., Output]) -> Callable[..., Output]:
     """Wrap a function to call a method of the session with the function and its arguments."""
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Output:
         global _session
         if _session is None:
             if flags.is_launched:
@@ -151,11 +159,11 @@ class TrainingSession:
         self.is_patch = is_patch
         self._resolved: config_files.Resolved | None = None
         self._adjustments: dict[str, str] = {}
-        self._hooks: Any = None
-        self.args: Any = None
+        self._hooks: Hooks | None = None
+        self.args: argparse.Namespace | None = None
         """Megatron's validated arguments; None before :meth:`validate`."""
-        self.context: Any = None
-        """The state that pipelined layers share, an ``AMPipeContext``; None in a stock run."""
+        self.context: AMPipeContext | None = None
+        """The state that pipelined layers share; None in a stock run."""
         self.requested: Run | None = None
         """What the parsed flags ask for. Megatron parses them again later, which changes nothing else."""
         self.run: Run | None = None
@@ -182,11 +190,11 @@ class TrainingSession:
 
     def parse(
         self,
-        parse: Callable[..., Any],
+        parse: Callable[..., argparse.Namespace],
         extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        *args: object,
+        **kwargs: object,
+    ) -> argparse.Namespace:
         """Megatron's ``parse_args``, with AMPipe's flags, and with parser errors reported as ``BadInput``.
 
         In a patched tree, a command line without AMPipe's flags keeps Megatron's error messages.
@@ -199,25 +207,25 @@ class TrainingSession:
                 report_parser_errors(parser)
             return flags.add_arguments(parser)
 
-        try:
+        with contextlib.nullcontext() if self._resolved is None else self._resolved.locating_errors():
             parsed = parse(provide, *args, **kwargs)
             # Also refuses a --yaml-cfg, which has replaced all arguments and is not validated by Megatron.
             self.requested = requested(parsed) if is_ours else None
-        except BadInput as error:
-            if self._resolved is None:
-                raise
-            raise self._resolved.located(error) from error
         if self.requested is not None:
             prepare_arguments(parsed, self.requested)
-            # Before Megatron prints some 850 lines. Arguments from a checkpoint are not known yet.
+            # Arguments from a checkpoint are not known yet.
             if not self.is_patch and not parsed.use_checkpoint_args:
-                if self.requested.pipelined and parsed.seq_length is not None:
-                    self.requested.pipeline.chunks(parsed.seq_length)
-                refuse_misfit(parsed)
-                self._check_data(parsed)
+                self._check_early(parsed, self.requested)
         return parsed
 
-    def _check_data(self, args: Any) -> None:
+    def _check_early(self, args: argparse.Namespace, run: Run) -> None:
+        """Refuse what would fail later, before Megatron prints some 850 lines."""
+        if run.pipelined and args.seq_length is not None:
+            run.pipeline.chunks(args.seq_length)
+        refuse_misfit(args)
+        self._check_data(args)
+
+    def _check_data(self, args: argparse.Namespace) -> None:
         from megatron_ampipe.launch.datasets import check_data, use_built_helpers
         from megatron_ampipe.launch.hooks import Hooks
 
@@ -226,7 +234,13 @@ class TrainingSession:
             use_built_helpers(self._hooks.replace)
             check_data(args, self._hooks.replace, custom_script=self._script is not None)
 
-    def validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def validate(
+        self,
+        validate: Callable[..., argparse.Namespace],
+        args: argparse.Namespace,
+        *rest: object,
+        **kwargs: object,
+    ) -> argparse.Namespace:
         """Megatron's ``validate_args``; then AMPipe checks the run, prints the table, and saves its settings.
 
         No process group exists yet. Raises :class:`BadInput` for a wrong flag, file or combination.
@@ -238,32 +252,41 @@ class TrainingSession:
 
         if self.is_patch:
             compat.require_peers()
-        run = self.requested or requested(args)
-        if run.pipelined:
-            # Megatron has validated its arguments, see RELAXES_MAX_CONNECTIONS_CHECK.
-            setattr(args, RELAXES_MAX_CONNECTIONS_CHECK, False)
-        own = (run.settings.router, run.settings.routing_dir)
-        is_active = run.pipelined or own != (None, None) or not self.is_patch
+        asked = self.requested or requested(args)
+        is_active = self._is_active(asked)
         if is_active:
             self._check_data(args)
         self._hooks = self._hooks or Hooks()
         keep_signal_from_children(args)
         self.args = args
-        on_gpu = not host.installed()
-        self.run = resolve(args, run, adjustments=self._adjustments, on_gpu=on_gpu)
-        self.context = attach(args, self.run, self._hooks, on_gpu=on_gpu)
+        self.run = resolve(args, asked, adjustments=self._adjustments, on_gpu=not host.installed())
+        warning = warn_of_optimizer_state(args)
+        notes = [] if warning is None else [("warning", "checkpoints", warning)]
+        self.context = attach(self.run, self._hooks, notes=notes)
         self._hooks.install(pipelined=self.context is not None)
         if is_active and int(os.environ.get("RANK", "0")) == 0:
-            resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
-            added = [f"{flag} ({reason})" for flag, reason in self._adjustments.items()]
-            config_files.write_record(resolved, adjustments=added, script=self._script)
+            self._write_record()
         return validated
 
-    def train(self, pretrain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _is_active(self, run: Run) -> bool:
+        """Whether AMPipe has anything to do; a patched tree may train without it."""
+        settings = run.settings
+        records = settings.router is not None or settings.routing_dir is not None
+        return run.pipelined or records or not self.is_patch
+
+    def _write_record(self) -> None:
+        """Write ``resolved.yaml`` into the folder of the run's output."""
+        resolved = self._resolved or config_files.resolve(self._words, flags.full_parser())
+        added = [f"{flag} ({reason})" for flag, reason in self._adjustments.items()]
+        config_files.write_record(resolved, adjustments=added, script=self._script)
+
+    def train[Output](self, pretrain: Callable[..., Output], *args: object, **kwargs: object) -> Output:
         """Megatron's ``pretrain``; wrapped so that errors of AMPipe end a patched tree with their message."""
         return pretrain(*args, **kwargs)
 
-    def construct(self, construct: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(
+        self, construct: Callable[..., None], model: object, *args: object, **kwargs: object
+    ) -> None:
         """A model's constructor, with a pipelined specification as its second argument."""
         signature = inspect.signature(construct)
         bound = signature.bind(model, *args, **kwargs)
@@ -277,7 +300,9 @@ class TrainingSession:
             make_groups_of_model(given["config"], self.context, given.get("pg_collection"))
         construct(*bound.args, **bound.kwargs)
 
-    def set_up(self, set_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def set_up(
+        self, set_up: Callable[..., tuple[list[Model], *tuple[object, ...]]], *args: object, **kwargs: object
+    ) -> tuple[list[Model], *tuple[object, ...]]:
         """Megatron's ``setup_model_and_optimizer``; its models must be pipelined, and get the run's hooks."""
         from megatron.core.utils import unwrap_model
 
@@ -289,6 +314,7 @@ class TrainingSession:
             names = " and ".join(sorted(kind.__name__ for kind in kinds))
             rule = f"it trains a {names}, and only GPT and hybrid models can be pipelined"
             raise self.refused_script(rule)
+        assert self._hooks is not None
         self._hooks.models_built(models)
         return models, *others
 
@@ -302,7 +328,7 @@ class TrainingSession:
         """Whether the layers of models are changed: pipelined, or with the user's router."""
         return self.context is not None or self._gate is not None
 
-    def pipelined(self, spec: Any, *, is_stack: bool = False) -> Any:
+    def pipelined(self, spec: object, *, is_stack: bool = False) -> object:
         """The specification of GPT layers, or of a hybrid stack, with pipelined blocks and the user's router.
 
         Raises :class:`BadInput` if a layer specification of the user has no MoE layer.
@@ -320,6 +346,7 @@ class TrainingSession:
             from megatron_ampipe.layers.hybrid import pipelined_stack
 
             changed = pipelined_stack(changed, self.context)
+        assert self.args is not None
         if self.args.spec is not None and changed == spec:
             rule = "there is nothing to pipeline: this layer specification has no MoE layer"
             remedy = "Name one with MoE layers, or train with --ampipe-degree 1."

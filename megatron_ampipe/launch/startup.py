@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.kernels import choose_kernel
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.planned import exchanges_of, layout_of_args, packs_documents, rows_of_rank
-from megatron_ampipe.launch.recording import has_expert_communication
 from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
-from megatron_ampipe.schedule.features import boundary, fp8_recipe, rows_of_tile, uses_ring_attention
 
 TITLE = "AMPipe"
 Row = tuple[str, ...]
@@ -63,98 +59,139 @@ def print_end(pipeline: Pipeline) -> None:
         print(f"AMPipe: {pipeline}. The reasons are in the table '{TITLE}' near the start of this output.")
 
 
-def pipelined_rows(
-    args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Plan | None, *, on_gpu: bool
-) -> list[Row]:
-    """All rows of a pipelined run, from Megatron's validated and adjusted arguments.
+def requested_rows(run: Run) -> list[Row]:
+    """What flags and files decide of a run before it is resolved, and by what."""
+    if not run.pipelined:
+        return _stock_rows(run)
+    pipeline, is_open = run.pipeline, run.settings.automatic and run.plan is None
+    chooses_exchange = run.settings.chooses_exchange
+    return [
+        ("degree", AUTO if is_open else _degrees(pipeline), run.decided_by("degree")),
+        ("schedule", pipeline.name, run.decided_by("schedule")),
+        ("exchange", AUTO if chooses_exchange else pipeline.exchange.value, run.decided_by("exchange")),
+        ("layers per schedule", stack_to_text(pipeline.stack), run.decided_by("stack")),
+        ("memory", run.settings.memory if run.plan is None else pipeline.memory, run.decided_by("memory")),
+        *_partner_rows(pipeline),
+        *run.settings.startup_rows(stock=False),
+    ]
 
-    ``pipeline`` is how the first iteration runs, ``choice`` why, if a plan or a planner has chosen it.
-    """
-    rows = _choice_rows(args, run, pipeline, choice)
-    limit = boundary(args, whole_attention=pipeline.whole_attention)
+
+def decided_rows(run: Run) -> list[Row]:
+    """What is decided of a resolved run, and by what: a flag, a plan, a default, or later by trials."""
+    if not run.pipelined:
+        return _stock_rows(run)
+    pipeline = run.first_pipeline
+    return [
+        *_choice_rows(run, pipeline),
+        _stack_row(run, pipeline),
+        *_memory_rows(run, pipeline),
+        *_partner_rows(pipeline),
+        *run.settings.startup_rows(stock=False),
+        *_model_rows(run),
+    ]
+
+
+def _stock_rows(run: Run) -> list[Row]:
+    return [
+        ("degree", "1: Megatron's own layers", run.decided_by("degree")),
+        *run.settings.startup_rows(stock=True),
+        *_reason_rows(run.choice),
+    ]
+
+
+def machine_rows(run: Run) -> list[Row]:
+    """What depends on this machine: the kernel of attention, and variables for CUDA and NCCL."""
+    assert run.attention is not None
+    rows: list[Row] = [("attention", *run.attention)]
+    if run.resolved_environment.on_gpu:
+        rows += connections.startup_rows(os.environ, torch.cuda.nccl.version(), compat.torch_release())
+    return rows
+
+
+def _choice_rows(run: Run, pipeline: Pipeline) -> list[Row]:
+    """Degree, schedule and exchange, or the candidates that the first iterations try."""
+    settings, environment = run.settings, run.resolved_environment
+    schedule = ("schedule", pipeline.name, run.decided_by("schedule"))
+    if settings.automatic and run.choice is None:
+        tried = candidates(environment.rows, environment.rows_of_tile(environment.batch))
+        exchanges = environment.exchanges if settings.chooses_exchange else (pipeline.exchange,)
+        degrees = f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"
+        return [
+            ("degree", degrees),
+            schedule,
+            ("exchange", " or ".join(exchanges), run.decided_by("exchange")),
+        ]
+    chunks = pipeline.chunks(environment.sequence_length, environment.layout)
+    ends = [chunk.hidden[-1].local_end for chunk in chunks]
+    boundaries = f"{' '.join(map(str, [0, *ends]))} of the {ends[-1]} rows of a rank"
+    return [
+        ("degree", _degrees(pipeline), run.decided_by("degree")),
+        schedule,
+        ("exchange", pipeline.exchange.value, run.decided_by("exchange")),
+        ("chunk boundaries", boundaries, run.decided_by("chunks")),
+        *_reason_rows(run.choice),
+    ]
+
+
+def _degrees(pipeline: Pipeline) -> str:
+    if pipeline.backward_degree == pipeline.degree:
+        return str(pipeline.degree)
+    return f"{pipeline.degree} forward, {pipeline.backward_degree} backward"
+
+
+def _reason_rows(choice: Plan | None) -> list[Row]:
+    """The reason and the notes of a plan, if there is one."""
+    if choice is None:
+        return []
+    return [("why", choice.reason), *(("note", note) for note in choice.notes)]
+
+
+def _stack_row(run: Run, pipeline: Pipeline) -> Row:
     stack = stack_to_text(pipeline.stack)
+    limit = run.resolved_environment.boundary(pipeline)
     if pipeline.stack == 1 or limit is None:
-        rows.append(("layers per schedule", stack))
-    else:
-        rows.append(("layers per schedule", f"1, in place of {stack}", limit))
+        return ("layers per schedule", stack, run.decided_by("stack"))
+    return ("layers per schedule", f"1, in place of {stack}", limit)
+
+
+def _memory_rows(run: Run, pipeline: Pipeline) -> list[Row]:
+    """What is recomputed or not saved."""
+    rows: list[Row] = []
     if (count := run.recomputed_layers) > 0:
         layers = "every layer" if math.isinf(count) else f"first {count} of a stage"
         rows.append(("full recompute", layers, "inside the schedules"))
     if run.memory_reason is not None or pipeline.memory != KEEP:
-        rows.append(("memory", pipeline.memory, run.memory_reason or ""))
-    if pipeline.partner is not None:
-        why = (
-            "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
-        )
-        rows.append(("partner", str(pipeline.partner), why))
-    rows += run.settings.startup_rows(stock=False)
-    is_local, is_packed = args.transformer_impl == "local", packs_documents(args)
-    documents = is_packed or masks_documents(args)
-    kernel = choose_kernel(args, local=is_local, on_gpu=on_gpu, documents=documents)
-    rows.append(("attention", kernel.name, kernel.reason))
-    if variant := getattr(args, "experimental_attention_variant", None):
-        rows.append(("other layers", variant, "Megatron's own, before experts that are pipelined"))
-    if uses_ring_attention(args):
-        rows.append(("context", f"ring of {args.context_parallel_size} ranks"))
+        rows.append(("memory", pipeline.memory, run.memory_reason or run.decided_by("memory")))
+    return rows
+
+
+def _partner_rows(pipeline: Pipeline) -> list[Row]:
+    if pipeline.partner is None:
+        return []
+    why = "a backward pass and the next micro-batch's forward pass run together; others as the degree says"
+    return [("partner", str(pipeline.partner), why)]
+
+
+def _model_rows(run: Run) -> list[Row]:
+    """What the model, its data and its layout add."""
+    environment = run.resolved_environment
+    rows: list[Row] = []
+    if environment.other_attention:
+        why = "Megatron's own, before experts that are pipelined"
+        rows.append(("other layers", environment.other_attention, why))
+    if environment.ring_ranks > 1:
+        rows.append(("context", f"ring of {environment.ring_ranks} ranks"))
     if run.graph_modules:
         captured = " ".join(sorted(run.graph_modules))
         rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
-    rows += fp8_row(args)
-    if documents:
-        rows.append(("documents", "packed" if is_packed else "masked"))
-    if on_gpu:
-        rows += connections.startup_rows(os.environ, torch.cuda.nccl.version(), compat.torch_release())
-    if not has_expert_communication(args):
+    rows += fp8_row(environment.fp8_recipe)
+    if environment.documents is not None:
+        rows.append(("documents", environment.documents))
+    if environment.expert_ranks == 1:
         rows.append(("note", _NOTHING_TO_HIDE))
     return rows
 
 
-def reason_rows(choice: Plan) -> list[Row]:
-    """The reason and the notes of a choice."""
-    return [("why", choice.reason), *(("note", note) for note in choice.notes)]
-
-
-def _choice_rows(args: argparse.Namespace, run: Run, pipeline: Pipeline, choice: Plan | None) -> list[Row]:
-    """Degree, schedule and exchange, or the candidates that the first iterations try."""
-    if run.settings.automatic and choice is None:
-        tried = candidates(rows_of_rank(args), rows_of_tile(args, args.micro_batch_size))
-        exchanges = exchanges_of(args) if run.settings.chooses_exchange else (pipeline.exchange,)
-        return [
-            ("degree", f"auto: the first iterations try {', '.join(map(str, tried))}, the fastest stays"),
-            ("schedule", pipeline.schedule),
-            ("exchange", " or ".join(exchanges)),
-        ]
-    degree = str(pipeline.degree)
-    if pipeline.backward_degree != pipeline.degree:
-        degree += f" forward, {pipeline.backward_degree} backward"
-    ends = [chunk.hidden[-1].local_end for chunk in pipeline.chunks(args.seq_length, layout_of_args(args))]
-    boundaries = f"{' '.join(map(str, [0, *ends]))} of the {ends[-1]} rows of a rank"
-    return [
-        ("degree", degree),
-        ("schedule", pipeline.name),
-        ("exchange", pipeline.exchange.value),
-        ("chunk boundaries", boundaries),
-        *(reason_rows(choice) if choice is not None else []),
-    ]
-
-
-def masks_documents(args: argparse.Namespace) -> bool:
-    """Whether the data loader's masks separate documents."""
-    return bool(args.create_attention_mask_in_dataloader) and reads_masks(args)
-
-
-def reads_masks(args: argparse.Namespace) -> bool:
-    """Whether any layer applies the masks of ``--reset-attention-mask``, by the rule of ``reads_mask``."""
-    return bool(
-        args.reset_attention_mask
-        and args.transformer_impl == "local"
-        and not args.multi_latent_attention
-        and args.context_parallel_size == 1
-        and (args.window_size is None or args.window_attn_skip_freq is not None)
-    )
-
-
-def fp8_row(args: argparse.Namespace) -> list[Row]:
+def fp8_row(recipe: str | None) -> list[Row]:
     """The row about FP8, with the effect of chunks on its recipe; none without FP8."""
-    recipe = fp8_recipe(args)
     return [] if recipe is None else [("fp8", recipe, _FP8_MEANING[recipe])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.core.tensor_parallel import random
 from torch import Tensor
@@ -14,15 +15,33 @@ from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.runtime.block_functions import Function
-from megatron_ampipe.schedule import BlockFeatures, Chunk, StageKind, kinds
+from megatron_ampipe.schedule import BlockFeatures, Chunk, Saved, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What the passes of one micro-batch through the blocks of a stack share.
+
+    Attributes:
+        chunks: The chunks of the sequence.
+        whole: All of its rows as one chunk.
+        rotary_pos_emb: As in Megatron.
+        documents: The documents of the micro-batch; None if there are no bounds.
+        token_ids: ``[S, B]``; None unless a router reads ids.
+    """
+
+    chunks: Sequence[Chunk]
+    whole: Chunk
+    rotary_pos_emb: RotaryEmbedding | None
+    documents: Documents | None
+    token_ids: Tensor | None
 
 
 class BlockPass:
     """The first argument of every stage function (``runtime.block_functions.BlockState``).
 
-    ``documents`` is None unless attention stays within documents; ``token_ids [S, B]`` is None unless a
-    router reads ids.
+    ``documents`` is None unless attention of this block stays within documents.
     """
 
     ring: RingAttention
@@ -36,20 +55,17 @@ class BlockPass:
         block: BlockModules,
         features: BlockFeatures,
         hidden: Tensor,
-        *,
-        chunks: Sequence[Chunk],
-        whole: Chunk,
-        rotary_pos_emb: RotaryEmbedding | None,
-        documents: Documents | None,
-        token_ids: Tensor | None,
+        micro_batch: MicroBatch,
     ) -> None:
         block.begin_micro_batch()
-        self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
-        self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
+        self.block, self.features = block, features
+        self.chunks, self.whole = micro_batch.chunks, micro_batch.whole
+        self.rotary_pos_emb, self.token_ids = micro_batch.rotary_pos_emb, micro_batch.token_ids
+        self.documents = block.separate(micro_batch.documents)
         if features.attention:
-            self.attend = block.attend(hidden.is_cuda, documents is not None)
+            self.attend = block.attend(hidden.is_cuda, self.documents is not None)
             self.ring_ranks = block.attention_layer.pg_collection.cp
-        self.draws = features.saved.recomputes_block and block.draws
+        self.draws = features.saved.block is Saved.RECOMPUTE and block.draws
         # The random states of the stages that will be recomputed.
         self._states: dict[object, tuple[object, ...]] = {}
         self._num_rows, self._batch = hidden.shape[:2]
@@ -69,7 +85,8 @@ class BlockPass:
         )
         # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
         dispatcher = block.dispatcher(block.context.pipeline.exchange)
-        if isinstance(dispatcher, FixedRowsChunk):
+        if block.context.fixed_rows is not None:
+            assert isinstance(dispatcher, FixedRowsChunk)
             count = len(self.chunks)
             self.dispatchers = [dispatcher.of_chunk(index, count) for index in range(count)]
         else:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.block_pass import BlockPass
+from megatron_ampipe.layers.block_pass import BlockPass, MicroBatch
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.layers.user_changes import refuse_hooks_of, refuse_outer_checkpoint
 from megatron_ampipe.runtime.collectives import copy_to_device
-from megatron_ampipe.runtime.compile import compiled
+from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.graphs import GraphCache, TapeGraphs
-from megatron_ampipe.runtime.stack_call import StackCall
+from megatron_ampipe.runtime.stack_call import PassRun, StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
 from megatron_ampipe.schedule.chunks import Documents, require_whole_tiles
@@ -140,34 +140,17 @@ class BlockStack:
         if keep_graph:
             refuse_outer_checkpoint(context)
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
-        token_ids = self._token_ids(chunks, hidden)
         graphs = None
         if keep_graph and context.graph_modules and not context.recorder.recording:
             graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
-        call = StackCall(
-            [
-                BlockPass(
-                    block,
-                    block_features,
-                    hidden,
-                    chunks=chunks,
-                    whole=whole,
-                    rotary_pos_emb=rotary_pos_emb,
-                    documents=block.separate(documents),
-                    token_ids=token_ids,
-                )
-                for block, block_features in zip(blocks, features, strict=True)
-            ],
-            self._tapes(context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph),
-            executor,
-            context.recorder,
-            numbers=self._numbers,
-            parameters=parameters,
-            keep_graph=keep_graph,
-            reductions=context.reductions if keep_graph else None,
-            partners=context.partners,
-            graphs=graphs,
-        )
+        micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, self._token_ids(chunks, hidden))
+        passes = [
+            BlockPass(block, block_features, hidden, micro_batch)
+            for block, block_features in zip(blocks, features, strict=True)
+        ]
+        tapes = self._tapes(context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph)
+        run = PassRun(executor, context.recorder, self._numbers, context.reductions, context.partners)
+        call = StackCall(passes, tapes, run, parameters=parameters, keep_graph=keep_graph, graphs=graphs)
         return call.run(hidden)
 
     def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
@@ -211,9 +194,9 @@ class BlockStack:
             features,
             chunks=self._chunks(pipeline, num_rows)[0],
             functions=self._blocks,
-            keep_graph=keep_graph,
-            host_waits=executor.host_waits,
-            threads=executor.threads,
+            options=TapeOptions(
+                keep_graph=keep_graph, host_waits=executor.host_waits, threads=executor.threads
+            ),
         )
 
     def _make_graphs(

@@ -212,7 +212,7 @@ def _products(
     tokens: Tensor,
     probs: Tensor,
 ) -> Tensor:
-    if isinstance(tokens_per_expert, ExpertOffsets):
+    if block.context.fixed_rows is not None and isinstance(tokens_per_expert, ExpertOffsets):
         assert inner is None, "a memory strategy with fixed rows"
         return run_experts(block.moe.experts, tokens, tokens_per_expert, probs)
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.

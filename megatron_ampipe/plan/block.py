@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import SimpleNamespace
 from typing import Any, get_args
 
+from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import Dtype, FlexBackend
 from megatron_ampipe.schedule import (
@@ -208,9 +208,9 @@ class Block:
         )
 
     @property
-    def settings(self) -> SimpleNamespace:
+    def settings(self) -> Arguments:
         """Settings of Megatron that describe this block."""
-        return SimpleNamespace(
+        return Arguments(
             tensor_model_parallel_size=self.tensor,
             sequence_parallel=True,
             context_parallel_size=self.context,

@@ -57,59 +57,94 @@ def plan_gradients(
     Raises:
         BadInput: the cluster has no figure for the reductions.
     """
-    work = predictor.block
-    with_experts = tensors_of(work, dense=False)
-    parameters = sum(map(sum, with_experts))
+    expert_tensors, other_tensors = tensors_of(predictor.block, dense=False)
+    parameters = sum(expert_tensors) + sum(other_tensors)
     if not parameters:
         return None
-    dense = [False] * num_layers
-    if len(predictor.layers) == num_layers:
-        dense = [features.dense for features in reversed(predictor.layers)]
-    tensors = [tensors_of(work, dense=is_dense) for is_dense in dense]
-    times = predictor.times
-    backward = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
-    after_us = backward.without_us + sum(
-        times.reduction_us(sum(itertools.chain(*buffers)), experts=experts)
-        for experts, buffers in zip((True, False), zip(*tensors, strict=True), strict=True)
-    )
-
-    def way(name: str, size: int | None = None) -> Report:
-        if name == AFTER:
-            computed, total = backward.without_us, after_us
-        else:
-            # Megatron's default.
-            limit = size or max(40_000_000, 1_000_000 * work.replicas)
-            by_buffer = (
-                [
-                    sum(times.reduction_us(bucket, experts=experts) for bucket in buckets)
-                    for buckets in completed(buffer, limit)
-                ]
-                for experts, buffer in zip((True, False), zip(*tensors, strict=True), strict=True)
-            )
-            reductions = list(zip(*by_buffer, strict=True))
-            computed, reduced = backward.times(reductions, overlapped=name == STOCK)
-            total = reduced + reductions[-1][1]
-        return {
-            "name": name,
-            "bucket_size": size,
-            "pass_ms": computed / 1e3,
-            "left_ms": (total - computed) / 1e3,
-            "saves": 1 - total / after_us,
-        }
-
-    # Megatron's default, and fractions of a layer's size in each of the two buffers, the largest first.
-    buffers = {math.ceil(sum(buffer)) for layer in tensors for buffer in layer if buffer}
-    parts = {math.ceil(size / count) for size in buffers for count in PARTS}
-    sizes = (None, *sorted(parts, reverse=True)) if bucket_size is None else (bucket_size,)
-    ways = [way(AFTER), *(_simplest([way(name, size) for size in sizes]) for name in (STOCK, PLACED))]
-    alone = (times.reduction_us(sum(with_experts[not exp]), experts=exp) for exp in (True, False))
+    comparison = _Comparison(predictor, schedule, lengths, num_layers=num_layers)
+    sizes: Sequence[int | None] = (bucket_size,)
+    if bucket_size is None:
+        # Megatron's default, and fractions of a layer's size in each of the two buffers, the largest first.
+        sizes = (None, *comparison.bucket_sizes())
+    ways = [comparison.after_the_pass()]
+    for name in (STOCK, PLACED):
+        ways.append(_simplest([comparison.in_buckets(name, size) for size in sizes]))
+    reductions_us = predictor.times.reduction_us(sum(other_tensors), experts=False)
+    reductions_us += predictor.times.reduction_us(sum(expert_tensors), experts=True)
     return {
         "parameters": round(parameters),
-        "reduction_ms": sum(alone) / 1e3,
-        "without_ms": backward.without_us / 1e3,
+        "reduction_ms": reductions_us / 1e3,
+        "without_ms": comparison.without_us / 1e3,
         "ways": ways,
         "chosen": _simplest(ways)["name"],
     }
+
+
+class _Comparison:
+    """The ways to reduce the gradients of a pipeline stage; arguments as for :func:`plan_gradients`.
+
+    Attributes:
+        without_us: The backward pass of all layers without reductions.
+    """
+
+    def __init__(
+        self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, num_layers: int
+    ) -> None:
+        is_dense = [False] * num_layers
+        if len(predictor.layers) == num_layers:
+            is_dense = [features.dense for features in reversed(predictor.layers)]
+        tensors = [tensors_of(predictor.block, dense=dense) for dense in is_dense]
+        # For each layer in the order of the backward pass, the sizes of tensors in each of the two buffers.
+        self._expert_tensors = [experts for experts, _ in tensors]
+        self._other_tensors = [others for _, others in tensors]
+        self._times, self._replicas = predictor.times, predictor.block.replicas
+        self._backward = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
+        self.without_us = self._backward.without_us
+        all_expert_tensors = sum(itertools.chain(*self._expert_tensors))
+        all_other_tensors = sum(itertools.chain(*self._other_tensors))
+        self._after_us = self.without_us + (
+            self._times.reduction_us(all_expert_tensors, experts=True)
+            + self._times.reduction_us(all_other_tensors, experts=False)
+        )
+
+    def bucket_sizes(self) -> list[int]:
+        """Fractions of a layer's size in each of the two buffers, the largest first."""
+        layer_sizes = {math.ceil(sum(tensors)) for tensors in self._expert_tensors if tensors}
+        layer_sizes |= {math.ceil(sum(tensors)) for tensors in self._other_tensors if tensors}
+        return sorted({math.ceil(size / count) for size in layer_sizes for count in PARTS}, reverse=True)
+
+    def after_the_pass(self) -> Report:
+        """All reductions after the backward pass."""
+        return self._way(AFTER, None, computed_us=self.without_us, total_us=self._after_us)
+
+    def in_buckets(self, name: str, size: int | None) -> Report:
+        """One reduction for each bucket of this size (None: of Megatron's default), during the pass."""
+        limit = size or max(40_000_000, 1_000_000 * self._replicas)
+        of_experts_us = self._reductions_us(self._expert_tensors, limit, experts=True)
+        of_others_us = self._reductions_us(self._other_tensors, limit, experts=False)
+        by_layer = list(zip(of_experts_us, of_others_us, strict=True))
+        computed_us, reduced_us = self._backward.times(by_layer, overlapped=name == STOCK)
+        # No layer follows the last one, so its last buckets come after the pass.
+        total_us = reduced_us + of_others_us[-1]
+        return self._way(name, size, computed_us=computed_us, total_us=total_us)
+
+    def _reductions_us(
+        self, tensors: Sequence[Sequence[float]], limit: float, *, experts: bool
+    ) -> list[float]:
+        """For each layer, the time of the reductions of the buckets that it completes."""
+        return [
+            sum(self._times.reduction_us(bucket, experts=experts) for bucket in buckets)
+            for buckets in completed(tensors, limit)
+        ]
+
+    def _way(self, name: str, size: int | None, *, computed_us: float, total_us: float) -> Report:
+        return {
+            "name": name,
+            "bucket_size": size,
+            "pass_ms": computed_us / 1e3,
+            "left_ms": (total_us - computed_us) / 1e3,
+            "saves": 1 - total_us / self._after_us,
+        }
 
 
 def _simplest(ways: Sequence[Report]) -> Report:
@@ -149,42 +184,52 @@ class ReducedPass:
         self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, num_layers: int
     ) -> None:
         self._block, self._cluster = predictor.block, predictor.cluster
+        self.without_us = 0.0
         self._times: dict[Stage, float] = {}
         self._issue: dict[Stage, float] = {}
-        lanes: dict[str, list[Stage]] = {}
-        needs: dict[Stage, tuple[Stage, ...]] = {}
-        self.without_us, shared = 0.0, min(len(predictor.layers), num_layers)
-        first = num_layers
-        while first:
-            # Remaining layers share the schedule of the last layers.
-            count = shared + (first % shared if first == num_layers else 0)
-            first -= count
+        self._lanes: dict[str, list[Stage]] = {}
+        self._needs: dict[Stage, tuple[Stage, ...]] = {}
+        # The first part of the pass are the last layers, with what does not fill a part.
+        num_shared = min(len(predictor.layers), num_layers)
+        num_below = num_layers
+        while num_below:
+            count = num_shared
+            if num_below == num_layers:
+                count += num_below % num_shared
+            num_below -= count
             part = predictor if count == len(predictor.layers) else predictor.of_layers(count)
-            self.without_us += part.pass_us(schedule, lengths).backward
-            part = part.changed(places_reductions=True)
-            whole = placed(part.whole(schedule), part.layers)
-            timed = part.timed(whole, lengths, Direction.BACKWARD)
-            stages = timed.compiled.stages
-            moved = {stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in stages}
-            needed = set(itertools.chain(*needs.values()))
-            before = tuple(stage for stage in needs if stage not in needed)
-            for stage, places in zip(stages, timed.compiled.needs, strict=True):
-                needs[moved[stage]] = tuple(moved[stages[place]] for place in places) or before
-            self._times |= zip(moved.values(), timed.durations, strict=True)
-            self._issue |= zip(moved.values(), timed.issue_us or (), strict=False)
-            for lane, order in whole.backward.lanes:
-                lanes.setdefault(lane, []).extend(moved[stage] for stage in order)
+            self._append(part, schedule, lengths, first_layer=num_below)
         layers = range(num_layers)[::-1]
         self._above = [Stage(REDUCE, None, layer) for layer in layers]
-        last = (Stage(REDUCE_EXPERTS, None, layer) for layer in layers)
-        self._last = [
-            stage if stage in needs else above for stage, above in zip(last, self._above, strict=True)
-        ]
-        self._placed = compile_program(Program.of(lanes), needs)
-        self._overlapped = self._with_overlap(lanes, needs)
+        self._last: list[Stage] = []
+        for layer, above in zip(layers, self._above, strict=True):
+            of_experts = Stage(REDUCE_EXPERTS, None, layer)
+            self._last.append(of_experts if of_experts in self._needs else above)
+        self._placed = compile_program(Program.of(self._lanes), self._needs)
+        self._overlapped = self._with_overlap(self._lanes, self._needs)
         # Time outside stages: entering a block, Megatron's recompute around a block.
         self._others_us = 0.0
         self._others_us = self.without_us - self.times([(0.0, 0.0)] * num_layers, overlapped=False)[0]
+
+    def _append(
+        self, part: Predictor, schedule: Schedule, lengths: Sequence[int], *, first_layer: int
+    ) -> None:
+        """Add layers that share a schedule, after all that the pass has so far."""
+        self.without_us += part.pass_us(schedule, lengths).backward
+        part = part.changed(places_reductions=True)
+        whole = placed(part.whole(schedule), part.layers)
+        timed = part.timed(whole, lengths, Direction.BACKWARD)
+        stages = timed.compiled.stages
+        moved = {stage: dataclasses.replace(stage, layer=stage.layer + first_layer) for stage in stages}
+        awaited = set(itertools.chain(*self._needs.values()))
+        last_before = tuple(stage for stage in self._needs if stage not in awaited)
+        for stage, needed_numbers in zip(stages, timed.compiled.needs, strict=True):
+            needed = tuple(moved[stages[number]] for number in needed_numbers)
+            self._needs[moved[stage]] = needed or last_before
+        self._times |= zip(moved.values(), timed.durations, strict=True)
+        self._issue |= zip(moved.values(), timed.issue_us or (), strict=False)
+        for lane, order in whole.backward.lanes:
+            self._lanes.setdefault(lane, []).extend(moved[stage] for stage in order)
 
     def _with_overlap(self, lanes: dict[str, list[Stage]], needs: Needs) -> Compiled:
         """The pass with reductions in a separate lane, for which nothing waits."""
@@ -204,8 +249,8 @@ class ReducedPass:
             work.replicas * work.tensor > ranks_per_node
         ):
             return compiled
-        own = [(lane, stages) for lane, stages in compiled.lanes if lane != OVERLAPPED]
-        contended = contention(own, compiled.stages)
+        other_compiled = [(lane, stages) for lane, stages in compiled.lanes if lane != OVERLAPPED]
+        contended = contention(other_compiled, compiled.stages)
         return dataclasses.replace(compiled, contended=contended)
 
     def times(self, reductions: Sequence[tuple[float, float]], *, overlapped: bool) -> tuple[float, float]:

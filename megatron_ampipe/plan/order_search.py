@@ -20,7 +20,6 @@ from dataclasses import replace
 
 from megatron_ampipe.plan.simulate import NOT_YET, Lanes, TimedProgram, run
 from megatron_ampipe.schedule import Direction, Program
-from megatron_ampipe.schedule.list_scheduling import list_schedule
 
 WEIGHTS = tuple(
     weights
@@ -195,19 +194,34 @@ class OrderProblem:
 
     def _list_schedule(self, priority: Sequence[float]) -> Lanes:
         """The order in which a free lane always runs the ready stage with the highest priority."""
-        by_priority = sorted(range(len(priority)), key=lambda stage: (-priority[stage], stage))
-        rank = [0] * len(priority)
-        for place, stage in enumerate(by_priority):
-            rank[stage] = place
-        lane_of = [self._lane_of[stage] for stage in range(len(priority))]
-        lanes = list_schedule(
-            lane_of,
-            self.compiled.needs,
-            num_lanes=len(self.compiled.lanes),
-            times=self._durations,
-            rank=rank,
-        )
-        return tuple(map(tuple, lanes))
+        # Not as ``schedule.partners.merge_passes``, which chooses by rank among all stages that could begin
+        # at the same time by rank: with stages that take no time, the orders found were slower.
+        lane_of = self._lane_of
+        num_awaited = [len(needed) for needed in self.compiled.needs]
+        ready: list[list[int]] = [[] for _ in self.compiled.lanes]
+        for stage, count in enumerate(num_awaited):
+            if not count:
+                ready[lane_of[stage]].append(stage)
+        orders: list[list[int]] = [[] for _ in ready]
+        free = [0.0 for _ in ready]
+        running: list[tuple[float, int]] = []
+        now = 0.0
+        while True:
+            for lane, stages in enumerate(ready):
+                if stages and free[lane] <= now:
+                    stage = max(stages, key=lambda stage: (priority[stage], -stage))
+                    stages.remove(stage)
+                    orders[lane].append(stage)
+                    free[lane] = now + self._durations[stage]
+                    running.append((free[lane], stage))
+            if not running:
+                return tuple(map(tuple, orders))
+            running.sort()
+            now, stage = running.pop(0)
+            for follower in self.compiled.followers[stage]:
+                num_awaited[follower] -= 1
+                if not num_awaited[follower]:
+                    ready[lane_of[follower]].append(follower)
 
     def _periods(self, begin: Sequence[float]) -> Iterator[Period]:
         """A period for each pair of adjacent layers, from the times at which their stages begin."""

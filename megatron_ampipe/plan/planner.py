@@ -129,37 +129,49 @@ def make_plans(
     Raises:
         BadInput: the predicted time of a block is 0.
     """
-    work, ranks_per_node = predictor.block, predictor.cluster.ranks_per_node
-    useful = [exchange for exchange in exchanges if exchange in work.exchanges(ranks_per_node)]
+    block = predictor.block
+    useful = block.exchanges(predictor.cluster.ranks_per_node)
+    compared_exchanges = [exchange for exchange in exchanges if exchange in useful] or [Exchange.ROWS]
     searches = {
         exchange: _Search(predictor.changed(exchange=exchange), degrees, full, stack, with_partner)
-        for exchange in useful or [Exchange.ROWS]
+        for exchange in compared_exchanges
     }
-    compared: dict[Exchange, Plans] = {}
+    found: dict[Exchange, Plans] = {}
     below_ms = NOT_YET
+    # The most promising first, because what is slower in any case is searched less.
     for exchange in sorted(searches, key=lambda exchange: searches[exchange].least_us):
-        progress(f"{work.dispatcher}, exchange {exchange}" if work.expert > 1 else "one rank for all experts")
-        compared[exchange] = searches[exchange].plans(below_ms)
-        below_ms = min(below_ms, compared[exchange].step_ms)
-    compared = {exchange: compared[exchange] for exchange in searches}
-    first, *others = compared.values()
-    best = min(compared.values(), key=lambda plans: plans.step_ms)
-    by_exchange = {exchange: plans.step_ms for exchange, plans in compared.items()}
-    best = replace(best, by_exchange=by_exchange, fewer_bytes=first.step_ms / best.step_ms)
-    if not others:
-        return best
-    exchange = best.chosen.pipeline.exchange
-    times = ", ".join(f"{name} {plans.step_ms:.4g} ms" for name, plans in compared.items())
-    reason = f"{best.chosen.reason} Exchange {exchange}: predicted are {times}."
-    if exchange.has_two_hops:
-        layout = NodeLayout.of(work.settings, ranks_per_node)
-        assert layout is not None
-        fewer = layout.num_nodes - 1
-        reason += (
-            f" In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages "
-            "to other nodes."
+        progress(
+            f"{block.dispatcher}, exchange {exchange}" if block.expert > 1 else "one rank for all experts"
         )
+        found[exchange] = searches[exchange].plans(below_ms)
+        below_ms = min(below_ms, found[exchange].step_ms)
+    by_exchange = {exchange: found[exchange].step_ms for exchange in compared_exchanges}
+    # Of equally fast ones, the first that was asked for.
+    fastest_exchange = min(by_exchange, key=by_exchange.__getitem__)
+    best = found[fastest_exchange]
+    first_ms = by_exchange[compared_exchanges[0]]
+    best = replace(best, by_exchange=by_exchange, fewer_bytes=first_ms / best.step_ms)
+    if len(by_exchange) == 1:
+        return best
+    reason = f"{best.chosen.reason} {_why_exchange(predictor, best)}"
     return replace(best, chosen=replace(best.chosen, reason=reason))
+
+
+def _why_exchange(predictor: Predictor, plans: Plans) -> str:
+    """Why the exchange of the chosen plan is the best of several."""
+    exchange = plans.chosen.pipeline.exchange
+    times = ", ".join(f"{name} {time_ms:.4g} ms" for name, time_ms in plans.by_exchange.items())
+    reason = f"Exchange {exchange}: predicted are {times}."
+    if not exchange.has_two_hops:
+        return reason
+    layout = NodeLayout.of(predictor.block.settings, predictor.cluster.ranks_per_node)
+    assert layout is not None
+    other_nodes = layout.num_nodes - 1
+    other_ranks = other_nodes * layout.ranks_per_node
+    return (
+        f"{reason} In each all-to-all, a rank sends {other_nodes} instead of {other_ranks} messages to other "
+        "nodes."
+    )
 
 
 def alternatives(predictor: Predictor, **options: Unpack[PlanOptions]) -> dict[str, Plans]:
@@ -237,112 +249,126 @@ class _Search:
 
     def _without_partner(self, below_ms: float) -> Plans:
         """Block by block, and with a shared schedule."""
-        predictor, work = self.predictor, self.predictor.block
+        predictor, block = self.predictor, self.predictor.block
         if not predictor.stock().total > 0:
             predictor.cluster.refuse(
                 "compute",
                 "has figures with which the time of a block is 0",
                 "Write the times of its operations, or measure the cluster with ampipe profile.",
             )
-        block = predictor.of_layers(1)
+        one_layer = predictor.of_layers(1)
         of_block_us = 1e3 * _of_block_ms(predictor, below_ms)
-        alone = _block_plan(block, self._best(block, self.degrees, below_us=of_block_us))
+        alone = _block_plan(one_layer, self._best(one_layer, self.degrees, below_us=of_block_us))
         if self.stack == 1 or len(predictor.layers) == 1:
             return Plans(alone, None, _blocks_ms(predictor, alone.predicted_ms), alone)
-        why = boundary(work.settings, whole_attention=False)
-        nothing = work.expert == 1 or work.rows == 1 or all(layer.dense for layer in predictor.layers)
-        if nothing or why is not None:
-            cannot = "" if why is None else f" Layers do not share a schedule: {why}."
-            because = replace(alone, reason=f"{alone.reason}{cannot}")
-            return Plans(alone, None, _blocks_ms(predictor, alone.predicted_ms), because)
+        why_not = boundary(block.settings, whole_attention=False)
+        all_dense = all(layer.dense for layer in predictor.layers)
+        nothing_overlaps = block.expert == 1 or block.rows == 1 or all_dense
+        if nothing_overlaps or why_not is not None:
+            chosen = alone
+            if why_not is not None:
+                chosen = replace(alone, reason=f"{alone.reason} Layers do not share a schedule: {why_not}.")
+            return Plans(alone, None, _blocks_ms(predictor, alone.predicted_ms), chosen)
         sharing = sharing_layers(predictor, self.stack)
         candidate = self._best(sharing, self.degrees, below_us=1e3 * below_ms)
         assert candidate is not None
-        blocks_ms, shared = (
-            _blocks_ms(sharing, alone.predicted_ms),
-            plan_of(sharing, candidate, stack=self.stack),
-        )
-        blocks, together = sharing.stock().total / 1e3 / blocks_ms, shared.predicted_speedup
-        compared = f"predicted to be {together:.2f} times as fast as Megatron's, and block by block"
-        if together < MINIMUM_SPEEDUP or together <= blocks:
+        blocks_ms = _blocks_ms(sharing, alone.predicted_ms)
+        shared = plan_of(sharing, candidate, stack=self.stack)
+        blocks_speedup = sharing.stock().total / 1e3 / blocks_ms
+        speedup = shared.predicted_speedup
+        compared = f"predicted to be {speedup:.2f} times as fast as Megatron's, and block by block"
+        if speedup < MINIMUM_SPEEDUP or speedup <= blocks_speedup:
             reason = (
                 f"{alone.reason} Sharing a schedule saves nothing more: {len(sharing.layers)} layers that "
-                f"share one are {compared} {blocks:.2f} times."
+                f"share one are {compared} {blocks_speedup:.2f} times."
             )
             return Plans(alone, shared, blocks_ms, replace(alone, reason=reason))
         before = f"with {_degrees(alone.schedule)} each" if alone.helps else "as Megatron runs them"
         reason = (
             f"With {len(sharing.layers)} layers as one schedule in {_degrees(shared.schedule)}, "
-            f"{_hidden(sharing, candidate)}: the layers are {compared}, {before}, {blocks:.2f} times."
+            f"{_hidden(sharing, candidate)}: the layers are {compared}, {before}, {blocks_speedup:.2f} times."
         )
         return Plans(alone, shared, blocks_ms, replace(shared, reason=reason))
 
     def _with_partner(self, plans: Plans, below_ms: float) -> Plans:
         """Add the fastest way to run two passes together, and choose it if a step is faster with it."""
-        plan, predictor, share = plans.chosen, self.predictor, self.with_partner
-        if share == 0 or predictor.block.expert == 1 or predictor.block.rows == 1:
+        block, share = self.predictor.block, self.with_partner
+        if share == 0 or block.expert == 1 or block.rows == 1:
             return plans
-        block, shares = predictor.of_layers(1), plans.shared is not None
-        layers = sharing_layers(predictor, self.stack) if shares else predictor
-        degrees = (1, *(degree for degree in self.degrees if degree in TOGETHER_DEGREES))
-        of_block = best_partners(block, degrees, below_us=1e3 * _of_block_ms(layers, below_ms))
-        best, running, layers_ms = of_block, block, _blocks_ms(layers, of_block.time_us / 1e3)
-        plans = replace(plans, together=of_block, as_megatron=as_megatron(layers if shares else block))
-        if shares:
-            of_stack = best_partners(layers, degrees, below_us=1e3 * min(below_ms, layers_ms))
-            plans = replace(plans, together=of_stack)
-            if of_stack.time_us / 1e3 <= layers_ms:
-                best, running, layers_ms = of_stack, layers, of_stack.time_us / 1e3
-        stock_ms, blocks = layers.stock().total / 1e3, running is block
-        others = self._plan_of_others(running, plans, best.partner)
+        partners = self._fastest_partners(below_ms, share_schedule=plans.shared is not None)
+        compared_with = partners.layers if plans.shared is not None else self.predictor.of_layers(1)
+        plans = replace(plans, together=partners.shown, as_megatron=as_megatron(compared_with))
+        others = self._plan_of_others(partners.running, plans, partners.best.partner)
         others_ms = others.predicted_ms
         if others.num_layers == 1:
-            others_ms = _blocks_ms(layers, others.predicted_ms)
+            others_ms = _blocks_ms(partners.layers, others.predicted_ms)
         assert others_ms is not None
-        step_ms = share * layers_ms + (1 - share) * others_ms
-        compared = f"{stock_ms / layers_ms:.2f} times as fast as Megatron's, without one"
+        step_ms = share * partners.layers_ms + (1 - share) * others_ms
+        stock_ms = partners.layers.stock().total / 1e3
+        speedup = f"{stock_ms / partners.layers_ms:.2f} times as fast as Megatron's, without one"
         if step_ms >= plans.step_ms or stock_ms < MINIMUM_SPEEDUP * step_ms:
             reason = (
-                f"{plan.reason} Partners save nothing more: passes with one are predicted to be {compared} "
-                f"{stock_ms / plans.step_ms:.2f}."
+                f"{plans.chosen.reason} Partners save nothing more: passes with one are predicted to be "
+                f"{speedup} {stock_ms / plans.step_ms:.2f}."
             )
-            return replace(plans, chosen=replace(plan, reason=reason))
+            return replace(plans, chosen=replace(plans.chosen, reason=reason))
         alone = others.reason if others.helps else "They run as Megatron's."
         reason = (
             "While the tokens of one micro-batch travel, another one computes: passes with a partner are "
-            f"predicted to be {compared} {stock_ms / others_ms:.2f}. Passes without one: {alone}"
+            f"predicted to be {speedup} {stock_ms / others_ms:.2f}. Passes without one: {alone}"
         )
-        if not blocks and others.num_layers == 1:
+        chosen = replace(self._joined_plan(partners, others, others_ms), reason=reason)
+        return replace(plans, chosen=chosen, partners_ms=partners.layers_ms, mixed_ms=step_ms)
+
+    def _fastest_partners(self, below_ms: float, *, share_schedule: bool) -> _Partners:
+        """The fastest way to run two passes of all layers together; ``share_schedule``: layers can do so."""
+        layers = sharing_layers(self.predictor, self.stack) if share_schedule else self.predictor
+        block = self.predictor.of_layers(1)
+        degrees = (1, *(degree for degree in self.degrees if degree in TOGETHER_DEGREES))
+        of_block = best_partners(block, degrees, below_us=1e3 * _of_block_ms(layers, below_ms))
+        blocks_ms = _blocks_ms(layers, of_block.time_us / 1e3)
+        if not share_schedule:
+            return _Partners(of_block, block, layers, blocks_ms, shown=of_block)
+        of_stack = best_partners(layers, degrees, below_us=1e3 * min(below_ms, blocks_ms))
+        stack_ms = of_stack.time_us / 1e3
+        if stack_ms <= blocks_ms:
+            return _Partners(of_stack, layers, layers, stack_ms, shown=of_stack)
+        return _Partners(of_block, block, layers, blocks_ms, shown=of_stack)
+
+    def _joined_plan(self, partners: _Partners, others: Plan, others_ms: float) -> Plan:
+        """The plan of passes with a partner and of the others, which ``others`` is the plan of."""
+        layers = partners.layers
+        if partners.share_schedule and others.num_layers == 1:
             # Passes without a partner run block by block, those with one as one schedule.
             others = replace(
                 others,
                 num_layers=len(layers.layers),
-                stock_ms=stock_ms,
+                stock_ms=layers.stock().total / 1e3,
                 predicted_ms=others_ms,
                 stages_forward_ms=None,
                 stages_backward_ms=None,
             )
-        chosen = replace(
+        # Two passes can only run together if they have the same number of layers.
+        stack = self.stack if partners.share_schedule else 1
+        return replace(
             others,
-            # Two passes can only run together if they have the same number of layers.
-            pipeline=replace(others.pipeline, stack=1 if blocks else self.stack, partner=best.partner),
-            partner_ms=best.time_us / 1e3,
-            partner_stock_ms=running.stock().total / 1e3,
-            reason=reason,
+            pipeline=replace(others.pipeline, stack=stack, partner=partners.best.partner),
+            partner_ms=partners.best.time_us / 1e3,
+            partner_stock_ms=partners.running.stock().total / 1e3,
         )
-        return replace(plans, chosen=chosen, partners_ms=layers_ms, mixed_ms=step_ms)
 
     def _plan_of_others(self, running: Predictor, plans: Plans, partner: Partner) -> Plan:
         """The plan of the passes without a partner, whose degrees and the partner's divide each other."""
-        plan, together = plans.alone, plans.shared is not None and len(running.layers) > 1
-        if plans.shared is not None and together and plans.chosen.helps:
+        plan = plans.alone
+        share_schedule = plans.shared is not None and len(running.layers) > 1
+        if plans.shared is not None and share_schedule and plans.chosen.helps:
             plan = replace(plans.shared, reason=plans.chosen.reason)
         degrees = (plan.pipeline.degree, plan.pipeline.backward_degree)
-        if all(max(partner.degree, degree) % min(partner.degree, degree) == 0 for degree in degrees):
+        if all(_divide_each_other(partner.degree, degree) for degree in degrees):
             return plan
         candidate = self._best(running, (partner.degree,))
         assert candidate is not None
-        if not together:
+        if not share_schedule:
             return _block_plan(running, candidate)
         plan = plan_of(running, candidate, stack=self.stack)
         speedup = f"{plan.predicted_speedup:.2f} times as fast as Megatron's"
@@ -351,10 +377,38 @@ class _Search:
         return replace(plan, reason=reason)
 
 
+@dataclass(frozen=True, slots=True)
+class _Partners:
+    """The fastest way to run two passes of all layers together.
+
+    Attributes:
+        best: The prediction for ``running``.
+        running: One block, or the layers that share a schedule.
+        layers: All layers.
+        layers_ms: The time of all layers.
+        shown: The prediction for the layers that can share a schedule, else for a block.
+    """
+
+    best: PartnerPrediction
+    running: Predictor
+    layers: Predictor
+    layers_ms: float
+    shown: PartnerPrediction
+
+    @property
+    def share_schedule(self) -> bool:
+        """Whether the layers run as one schedule."""
+        return self.running is self.layers
+
+
 def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
     """The predictor of those layers of a pipeline stage that share one schedule."""
     count = len(predictor.layers)
     return predictor if stack == ALL_LAYERS or stack >= count else predictor.of_layers(stack)
+
+
+def _divide_each_other(one_degree: int, other_degree: int) -> bool:
+    return max(one_degree, other_degree) % min(one_degree, other_degree) == 0
 
 
 def _blocks_ms(predictor: Predictor, block_ms: float | None) -> float:

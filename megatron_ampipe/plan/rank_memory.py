@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.model_file import ModelFile, TrainingFlags, layers_by_stage, without_experts
+from megatron_ampipe.plan.model_block import layers_by_stage, without_experts
+from megatron_ampipe.plan.model_file import ModelFile
+from megatron_ampipe.plan.model_flags import TrainingFlags
 from megatron_ampipe.plan.operation_times import (
     attention_products,
     expert_products,

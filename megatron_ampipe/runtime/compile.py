@@ -6,7 +6,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
 from megatron_ampipe.runtime.gradient_slots import gradients_of
@@ -40,15 +40,29 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.dataflow import is_of_feed_forward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapeOptions:
+    """What a tape depends on, other than blocks and their schedule.
+
+    Attributes:
+        keep_graph: Whether there will be a backward pass.
+        host_waits: See :func:`~megatron_ampipe.schedule.program.issue_order`.
+        threads: Whether lanes run on several threads; a slot is then freed only after all threads have read
+            it, whichever thread is faster.
+    """
+
+    keep_graph: bool
+    host_waits: bool
+    threads: bool
+
+
 def compiled(
     schedule: Schedule,
     layers: Sequence[BlockFeatures],
     *,
     chunks: Sequence[Chunk],
     functions: Sequence[BlockFunctions],
-    keep_graph: bool,
-    host_waits: bool,
-    threads: bool,
+    options: TapeOptions,
 ) -> Tapes:
     """The tapes of both passes.
 
@@ -57,10 +71,7 @@ def compiled(
         layers: The features of each block.
         chunks: The chunks of the sequence.
         functions: The stage functions of each block.
-        keep_graph: Whether there will be a backward pass.
-        host_waits: See :func:`~megatron_ampipe.schedule.program.issue_order`.
-        threads: Whether lanes run on several threads; a slot is then freed only after all threads have read
-            it, whichever thread is faster.
+        options: See :class:`TapeOptions`.
     """
     numbers = SlotNumbers()
     whole = schedule.whole_attention
@@ -68,22 +79,26 @@ def compiled(
         BlockLayout(layer, features, chunks, functions[layer], numbers, whole_attention=whole)
         for layer, features in enumerate(layers)
     ]
-    steps = _Steps(schedule, blocks, keep_graph=keep_graph)
     hidden, output = numbers.of("hidden", 0), numbers.of("hidden", len(blocks))
     above = numbers.of("gradient of hidden", len(blocks))
+    steps = _Steps(schedule, blocks, keep_graph=options.keep_graph)
     calls: dict[Direction, list[Call]] = {direction: [] for direction in Direction}
     # The forward pass first: it creates the slots that backward steps read.
-    for direction in Direction if keep_graph else [Direction.FORWARD]:
+    for direction in Direction if options.keep_graph else [Direction.FORWARD]:
         needs = needs_of(schedule, layers, direction)
-        issued = issue_order(schedule.program(direction), needs, host_waits=host_waits)
+        issued = issue_order(schedule.program(direction), needs, host_waits=options.host_waits)
         calls[direction] = _calls(issued, needs, direction, steps)
     finish: list[SlotOp] = []
-    gradient = steps.gradients[0].of_input(blocks[0].indices, finish) if keep_graph else NOTHING
+    gradient, recomputed = NOTHING, frozenset[int]()
+    if options.keep_graph:
+        gradient = steps.gradients[0].of_input(blocks[0].indices, finish)
+        recomputed = frozenset(block.layer for block in blocks if block.recomputed)
+    finish_slots = {slot for op in finish for slot in op.slots}
     free_slots(
-        [call for direction in Direction for call in calls[direction]],
-        pinned={NOTHING, ZERO, output, gradient, *(slot for move in finish for slot in move.slots)},
+        [*calls[Direction.FORWARD], *calls[Direction.BACKWARD]],
+        pinned={NOTHING, ZERO, output, gradient, *finish_slots},
         first_backward=len(calls[Direction.FORWARD]),
-        threads=threads,
+        threads=options.threads,
     )
     return Tapes(
         {direction: Tape(pass_calls) for direction, pass_calls in calls.items()},
@@ -93,7 +108,7 @@ def compiled(
         above=above,
         gradient=gradient,
         finish=tuple(finish),
-        for_recompute=frozenset(block.layer for block in blocks if block.recomputed and keep_graph),
+        for_recompute=recomputed,
         names=numbers.names(),
     )
 

@@ -1,66 +1,22 @@
 """CUDA graphs of a tape. Consecutive computed calls with fixed shapes are captured as one graph.
 
-A graph uses the memory with which it was captured, so every micro-batch in flight has its own set of graphs.
-Tensors that one graph of a set writes for another stay in place until the set is used again. Tensors that
-other calls write or read are copied into and out of static memory.
-
-A set shares no memory with another. torch gives memory that one capture has freed to later captures of the
-same pool, so what one graph saves for its backward pass can be where an earlier graph has temporary tensors.
-That is safe only if graphs are replayed in the order of their captures. Graphs of one set are; those of
-several sets are not, because their order is that of the micro-batches in flight.
-
-A graph replays device operations, but no Python. All else that the calls do is recorded at capture and done
-again at every replay: the slots that they fill, the sums of gradients, the state that stages store in their
-block, and hooks that wait for parameters.
+Says which calls those are, and keeps sets of graphs (:mod:`.graph_set`), one for each micro-batch in flight.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
-import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.block_functions import BlockFunctions
-from megatron_ampipe.runtime.segment import Segment
-from megatron_ampipe.runtime.steps import Differentiate, Pass, RunStage, Step
+from megatron_ampipe.runtime.graph_set import CapturePlan, GraphSet, Run
+from megatron_ampipe.runtime.steps import Differentiate, Pass, RunStage
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive calls of a tape that are captured as one graph.
-
-    Their stream waits for other streams only before the first call; others wait only for the last call.
-    """
-
-    calls: tuple[Call, ...]
-
-    @property
-    def steps(self) -> Iterator[Step]:
-        """The steps of all calls."""
-        for call in self.calls:
-            yield from call.steps
-
-    @property
-    def reads(self) -> set[int]:
-        """Slots that the calls may read."""
-        return {slot for step in self.steps for slot in (*step.taken, *step.given)}
-
-    @property
-    def changes(self) -> set[int]:
-        """Slots that the calls may fill or empty."""
-        freed = {slot for step in self.steps for slot in (*step.frees, *step.drops)}
-        return self.reads | freed
 
 
 def runs_of(tape: Tape, kinds: Sequence[Collection[StageKind]]) -> dict[int, Run]:
@@ -100,27 +56,16 @@ def _require_fixed(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> None
                     )
 
 
-@dataclass(slots=True)
-class _Captured:
-    """A graph, and the Python side of its replay."""
-
-    graph: torch.cuda.CUDAGraph
-    waiting: list[Module]
-    """Modules that the calls use; their hooks wait for parameters."""
-    inputs: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Slots that are read, and the static tensors to which their contents are copied."""
-    expected: list[tuple[int, object]] = field(default_factory=list)
-    """Slots that are read, and the objects of this set (or None) that they must hold."""
-    results: list[tuple[int, object]] = field(default_factory=list)
-    """Slots that are written, and the objects that they hold afterwards."""
-    copied: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Slots that get a copy of a graph's tensor: that tensor, without ownership of its memory."""
-    sums: list[tuple[int, int, Tensor | None, bool]] = field(default_factory=list)
-    """Layer and number of a parameter, the sum of its gradients, and whether that is writable."""
-    fused: list[tuple[int, int, Parameter]] = field(default_factory=list)
-    """Layer and number of a parameter whose gradient was added to ``main_grad``; the parameter."""
-    left: list[tuple[int, StageKind, int | None, object]] = field(default_factory=list)
-    """Layer, kind and chunk of a stage, and what it has stored in the state of the block."""
+def _slots_without_graph(tapes: Tapes, captured: Mapping[Direction, Collection[int]]) -> set[int]:
+    """Slots that calls read or write which are not at these positions, of captured calls."""
+    slots: set[int] = set()
+    for direction, tape in tapes.passes.items():
+        for call in tape.calls:
+            if call.position not in captured[direction]:
+                for step in call.steps:
+                    slots.update(step.taken)
+                    slots.update(step.given)
+    return slots
 
 
 class TapeGraphs:
@@ -144,24 +89,19 @@ class TapeGraphs:
         generators: Callable[[], Iterable[torch.Generator]],
     ) -> None:
         _require_fixed(tapes, kinds)
-        self.functions, self.kinds, self._warm_up = functions, kinds, warm_up
-        self.generators = generators
-        self.runs = {direction: runs_of(tape, kinds) for direction, tape in tapes.passes.items()}
+        self._warm_up = warm_up
+        runs = {direction: runs_of(tape, kinds) for direction, tape in tapes.passes.items()}
         captured = {
-            direction: {call.position for run in runs.values() for call in run.calls}
-            for direction, runs in self.runs.items()
+            direction: {call.position for run in runs_of_pass.values() for call in run.calls}
+            for direction, runs_of_pass in runs.items()
         }
-        self.inner = {direction: captured[direction] - runs.keys() for direction, runs in self.runs.items()}
-        """Positions of calls that an earlier call's graph includes."""
-        self.others = {
-            slot
-            for direction, tape in tapes.passes.items()
-            for call in tape.calls
-            if call.position not in captured[direction]
-            for step in call.steps
-            for slot in (*step.taken, *step.given)
-        }
-        """Slots that calls without a graph read or write."""
+        self._plan = CapturePlan(
+            functions,
+            generators,
+            runs=runs,
+            inner={direction: captured[direction] - runs[direction].keys() for direction in runs},
+            others=_slots_without_graph(tapes, captured),
+        )
         self._parameters: list[Parameter] = []
         """The parameters that graphs read."""
         self._buffer_modules: list[Module] = []
@@ -184,7 +124,7 @@ class TapeGraphs:
         ]
         graphs = next((graphs for graphs in self._sets if graphs.is_free), None)
         if graphs is None:
-            graphs = GraphSet(self, addresses)
+            graphs = GraphSet(self._plan, addresses)
             self._sets.append(graphs)
         graphs.begin(state)
         graphs.last_pass = self._num_passes
@@ -244,267 +184,3 @@ class GraphCache:
             del self._last_passes[oldest]
             self._kept.pop(oldest).free()
         return graphs
-
-
-class GraphSet:
-    """A set of graphs, which serves one micro-batch in flight at a time.
-
-    Args:
-        tape_graphs: What all sets of a tape share.
-        addresses: Where parameters, buffers and ``main_grad`` are now; the set is of no use if one moves.
-    """
-
-    def __init__(self, tape_graphs: TapeGraphs, addresses: list[int]) -> None:
-        self._shared, self.addresses = tape_graphs, addresses
-        self.last_pass = 0
-        """The number of the pass that used it last."""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._inputs = _Inputs()
-        self._captured: dict[tuple[Direction, int], _Captured] = {}
-        self._own: dict[int, object] = {id(None): None}
-        """None, and the objects that graphs of this set write for each other, by ``id``."""
-        self._fused: set[Parameter] = set()
-        self._outside: list[tuple[Tensor, Tensor]] = []
-        """``BlockState.outside``: the tensors given last, and their static copies."""
-        self._owner: weakref.ref[Pass] | None = None
-        # Leaves for captured graphs only: the accumulation nodes of the parameters themselves belong to a
-        # stream that is not captured.
-        self._leaves = [tuple(map(_leaf, functions.parameters.all)) for functions in tape_graphs.functions]
-        self._cached: list[object] = []
-        """Outputs of modules that cache them: kept, because graphs read them."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no micro-batch uses the set; true also after a pass that was never differentiated."""
-        return self._owner is None or self._owner() is None
-
-    def begin(self, state: Pass) -> None:
-        """Reserve the graphs for a micro-batch."""
-        self._owner = weakref.ref(state)
-        outside = state.blocks[0].outside
-        if not self._outside:
-            self._outside = [(tensor, tensor.clone()) for tensor in outside]
-        for number, tensor in enumerate(outside):
-            last, static = self._outside[number]
-            if tensor is not last:
-                static.copy_(tensor)
-                self._outside[number] = tensor, static
-        for block in state.blocks:
-            block.outside = tuple([static for _, static in self._outside])
-
-    def end(self) -> None:
-        """Free the graphs; the backward pass of the micro-batch has ended."""
-        self._owner = None
-
-    def run_call(self, direction: Direction, call: Call, state: Pass) -> bool:
-        """Run the graph that begins with a call, or nothing if an earlier graph includes it; else False."""
-        if call.position in self._shared.inner[direction]:
-            return True
-        run = self._shared.runs[direction].get(call.position)
-        if run is None:
-            return False
-        captured = self._captured.get((direction, call.position))
-        if captured is None:
-            captured = self._captured[direction, call.position] = self._capture(run, state)
-        else:
-            self._prepare(captured, state)
-        captured.graph.replay()
-        self._finish(captured, state)
-        return True
-
-    def _capture(self, run: Run, state: Pass) -> _Captured:
-        """Capture a run: record its calls without running them."""
-        slots, functions = state.slots, self._shared.functions
-        stages = [step.stage for step in run.steps]
-        forward = isinstance(next(run.steps), RunStage)
-        modules = [functions[stage.layer].stage_modules.get(stage.kind, ()) for stage in stages if forward]
-        captured = _Captured(torch.cuda.CUDAGraph(), list(dict.fromkeys(itertools.chain(*modules))))
-        _wait_for_parameters(captured.waiting)
-        before = {slot: slots[slot] for slot in run.changes}
-        for slot in run.reads:
-            value = slots[slot]
-            if id(value) in self._own:
-                captured.expected.append((slot, value))
-                continue
-            assert isinstance(value, Tensor), f"a graph cannot be given {value}"
-            if state.comm_memory is not None:
-                state.comm_memory.record_use([value])
-            static = self._inputs.take(value)
-            captured.inputs.append((slot, static.copy_(value)))
-            slots[slot] = static.detach()
-        self._record(captured, run, state)
-        for slot, value in before.items():
-            result = slots[slot]
-            if result is value:
-                continue
-            if isinstance(result, Tensor) and slot in self._shared.others:
-                captured.copied.append((slot, _without_memory(result)))
-                # Only the tensor without ownership remains, so graphs can reuse the memory.
-                slots[slot] = None
-                continue
-            if isinstance(result, Segment):
-                result.is_captured = True
-            captured.results.append((slot, result))
-        kept = [result for _, result in captured.results] + [total for *_, total, _ in captured.sums]
-        self._own.update((id(value), value) for value in kept)
-        del before, result, value
-        self._inputs.give_back()
-        for stage in stages if forward else ():
-            left = state.blocks[stage.layer].export_state(stage.kind, stage.chunk)
-            if left is not None:
-                captured.left.append((stage.layer, stage.kind, stage.chunk, left))
-        return captured
-
-    def _record(self, captured: _Captured, run: Run, state: Pass) -> None:
-        """Run the calls under capture, and record what they have done with the sums of gradients."""
-        trained = {
-            (step.stage.layer, number): self._shared.functions[step.stage.layer].parameters.all[number]
-            for step in run.steps
-            if isinstance(step, Differentiate)
-            for number in step.parameters
-        }
-        for (layer, number), parameter in trained.items():
-            is_own = parameter in self._fused or id(state.sums[layer].entry(number)[0]) in self._own
-            assert is_own, "the sum of a gradient was not created by a graph of this set"
-        # Transformer Engine's attention advances a generator even without dropout.
-        for generator in self._shared.generators():
-            captured.graph.register_generator_state(generator)
-        torch.cuda.synchronize()
-        with self._on_leaves(state), self._keeping_cached(), torch.cuda.stream(_capture_stream()):
-            captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                for step in run.steps:
-                    step.run(state)
-            finally:
-                captured.graph.capture_end()
-        for (layer, number), parameter in trained.items():
-            if getattr(self._leaves[layer][number], "grad_added_to_main_grad", False):
-                captured.fused.append((layer, number, parameter))
-                self._fused.add(parameter)
-            else:
-                captured.sums.append((layer, number, *state.sums[layer].entry(number)))
-
-    def _prepare(self, captured: _Captured, state: Pass) -> None:
-        """Do what comes before a replay: wait for parameters, check slots, copy inputs."""
-        slots, comm_memory = state.slots, state.comm_memory
-        _wait_for_parameters(captured.waiting)
-        for slot, value in captured.expected:
-            assert slots[slot] is value, "a pass differs from the one that was captured"
-        for slot, static in captured.inputs:
-            value = slots[slot]
-            if comm_memory is not None:
-                comm_memory.record_use([value])
-            static.copy_(value)
-
-    def _finish(self, captured: _Captured, state: Pass) -> None:
-        """Do what comes after a replay: fill slots, set sums of gradients and block state."""
-        slots = state.slots
-        for slot, value in captured.results:
-            slots[slot] = value
-        for slot, static in captured.copied:
-            slots[slot] = static.clone()
-        for layer, number, total, is_writable in captured.sums:
-            state.sums[layer].put(number, total, is_writable)
-        for layer, number, parameter in captured.fused:
-            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # an attribute of Megatron's
-            # A placeholder that nobody reads, as of Megatron's linear layers.
-            state.sums[layer].put(number, torch.empty_like(parameter), False)
-        for layer, kind, chunk, left in captured.left:
-            state.blocks[layer].import_state(kind, chunk, left)
-
-    @contextlib.contextmanager
-    def _keeping_cached(self) -> Iterator[None]:
-        """Keep the outputs of modules that cache them."""
-        with contextlib.ExitStack() as stack:
-            for functions in self._shared.functions:
-                for module in functions.caching_modules:
-                    handle = module.register_forward_hook(lambda _, __, output: self._cached.append(output))
-                    stack.callback(handle.remove)
-            yield
-
-    @contextlib.contextmanager
-    def _on_leaves(self, state: Pass) -> Iterator[None]:
-        """Replace the parameters by the leaves, in modules and in the sums of gradients; restore on exit."""
-        replaced: list[tuple[Module, str, Parameter]] = []
-        for functions, leaves, sums in zip(self._shared.functions, self._leaves, state.sums, strict=True):
-            leaf_by_parameter = dict(zip(functions.parameters.all, leaves, strict=True))
-            modules = dict.fromkeys(itertools.chain.from_iterable(functions.stage_modules.values()))
-            for module in modules:
-                for name, parameter in module._parameters.items():
-                    if parameter in leaf_by_parameter:
-                        replaced.append((module, name, parameter))
-                        module._parameters[name] = leaf_by_parameter[parameter]
-            sums.parameters = leaves
-            for leaf in leaves:
-                if hasattr(leaf, "grad_added_to_main_grad"):
-                    leaf.grad_added_to_main_grad = False
-        try:
-            yield
-        finally:
-            for module, name, parameter in replaced:
-                module._parameters[name] = parameter
-            for functions, sums in zip(self._shared.functions, state.sums, strict=True):
-                sums.parameters = functions.parameters.all
-
-
-class _Inputs:
-    """Static tensors for the inputs of the graphs of a set. Graphs share those that no graph keeps.
-
-    An input is copied right before a replay, so without a reference from what the graph has left nobody needs
-    it afterwards. Calls get another tensor of the same memory, which counts as a reference while it lives.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-        self._taken: list[tuple[Tensor, int]] = []
-
-    def take(self, like: Tensor) -> Tensor:
-        """Get a static tensor that no other input of the same graph uses."""
-        free = self._free[like.shape, like.dtype, like.device]
-        static = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self._taken.append((static, _references(static)))
-        return static
-
-    def give_back(self) -> None:
-        """After the capture of a graph, let other graphs use its inputs, except those that are still used."""
-        for static, references in self._taken:
-            if _references(static) == references:
-                self._free[static.shape, static.dtype, static.device].append(static)
-        self._taken.clear()
-
-
-def _references(tensor: Tensor) -> int:
-    """How many tensors share the memory of a tensor."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor at the same address that does not own the memory."""
-    memory = tensor.untyped_storage()
-    borrowed = torch._C._construct_storage_from_data_pointer(
-        memory.data_ptr(), memory.device, memory.nbytes()
-    )
-    with torch.no_grad():
-        return tensor.new_empty(0).set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _leaf(parameter: Parameter) -> Parameter:
-    """A separate autograd leaf with the memory and the attributes of a parameter."""
-    leaf = Parameter(parameter.data)
-    vars(leaf).update(vars(parameter))
-    return leaf
-
-
-def _wait_for_parameters(modules: Sequence[Module]) -> None:
-    """Run the forward pre-hooks of the modules (Megatron's ``--overlap-param-gather``)."""
-    for module in modules:
-        if module._forward_pre_hooks:
-            for hook in module._forward_pre_hooks.values():
-                hook(module, ())
-
-
-@functools.cache
-def _capture_stream() -> torch.cuda.Stream:
-    """The stream of all captures: torch cannot capture on the default stream, on which Megatron trains."""
-    return torch.cuda.Stream()

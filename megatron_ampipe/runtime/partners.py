@@ -21,9 +21,8 @@ from torch import Tensor, UntypedStorage
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Call, Tape
-from megatron_ampipe.schedule import Direction, Partner
+from megatron_ampipe.schedule import Direction, Partner, Program, issue_order
 from megatron_ampipe.schedule.partners import shared_lanes
-from megatron_ampipe.schedule.program import merge_lanes, read_by_host
 
 # S sequence rows, B batch, D hidden size.
 
@@ -206,13 +205,8 @@ def merged(backward: Tape, forward: Tape, partner: Partner, *, host_waits: bool)
         stages = [replace(call.stage, of_next_microbatch=ahead) for call in tape.calls]
         for stage, call in zip(stages, tape.calls, strict=True):
             calls[stage], needs[stage] = call, tuple(stages[needed] for needed in call.needs)
-    order = merge_lanes(
-        shared_lanes([(call.lane, stage) for stage, call in calls.items()], needs, partner),
-        needs,
-        waits_before={stage for stage in needs if host_waits and read_by_host(stage, needs) is not None},
-        covers={stage for stage in needs if stage.kind.covers_wait},
-    )
-    assert len(order) == len(calls), "two passes wait for each other"
+    lanes = shared_lanes([(call.lane, stage) for stage, call in calls.items()], needs, partner)
+    order = issue_order(Program.of(lanes), needs, host_waits=host_waits)
     return Tape(
         [
             replace(

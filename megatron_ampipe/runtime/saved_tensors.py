@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -127,7 +127,7 @@ class RecomputedTensors:
         return packed.tensor
 
 
-class ExpertTensors(RecomputedTensors):
+class ExpertTensors(RecomputedTensors, ABC):
     """The same for experts, whose linear layers run through :meth:`up` and :meth:`down`.
 
     The second run skips the last linear layer, because the backward does not need its output. Between a

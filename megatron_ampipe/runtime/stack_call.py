@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -41,16 +42,34 @@ class PassRunner(Protocol):
         """See :meth:`StackCall.backward`."""
 
 
+@dataclass(slots=True)
+class PassRun:
+    """What runs the passes of a stack.
+
+    Attributes:
+        executor: Runs the tapes.
+        recorder: Records every stage.
+        numbers: Megatron's layer number of each block.
+        reductions: The gradient reductions, if stages of the backward pass start them.
+        partners: Runs a pass together with one of another micro-batch; None to run each alone.
+    """
+
+    executor: Executor
+    recorder: Recorder
+    numbers: Sequence[int]
+    reductions: Reductions | None = None
+    partners: PassRunner | None = None
+
+
 class StackCall:
     """One forward pass through consecutive blocks and its backward.
 
     Args:
         blocks: The state of each block.
-        tapes: The tapes, which ``executor`` runs; it records every stage in ``recorder``.
-        numbers: Megatron's layer number of each block; ``parameters`` are the parameters of each.
+        tapes: The tapes of both passes.
+        run: What runs them.
+        parameters: The parameters of each block.
         keep_graph: Whether there will be a backward pass.
-        reductions: The gradient reductions, if stages of the backward pass start them.
-        partners: Runs a pass together with one of another micro-batch; None to run each alone.
         graphs: CUDA graphs of the tapes, if any.
     """
 
@@ -58,20 +77,18 @@ class StackCall:
         self,
         blocks: Sequence[BlockState],
         tapes: Tapes,
-        executor: Executor,
-        recorder: Recorder,
+        run: PassRun,
         *,
-        numbers: Sequence[int],
         parameters: Sequence[BlockParameters],
         keep_graph: bool,
-        reductions: Reductions | None = None,
-        partners: PassRunner | None = None,
         graphs: TapeGraphs | None = None,
     ) -> None:
-        self.tapes, self.executor, self.recorder, self.numbers = tapes, executor, recorder, numbers
-        self._reductions, self._keeps_graph, self._parameters = reductions, keep_graph, parameters
-        self.partners = partners
-        self.state = Pass(tapes.num_slots, blocks, parameters, CommMemory() if executor.host_waits else None)
+        self.tapes, self.executor, self.recorder = tapes, run.executor, run.recorder
+        self.numbers, self.partners = run.numbers, run.partners
+        self._keeps_graph, self._parameters = keep_graph, parameters
+        self._reductions = run.reductions if keep_graph else None
+        comm_memory = CommMemory() if run.executor.host_waits else None
+        self.state = Pass(tapes.num_slots, blocks, parameters, comm_memory)
         self._graphs = None if graphs is None else graphs.begin(self.state)
         # How many reductions had been requested when a reducing stage's gradients were complete.
         self._asked: dict[tuple[StageKind, int], int] = {}

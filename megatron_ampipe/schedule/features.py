@@ -102,10 +102,10 @@ class BlockFeatures:
         return self.saved.recomputes_block
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
-        """The features for one chunk, see :meth:`SavedPolicy.of_chunks`."""
+        """The features for one chunk, see :meth:`SavedPolicy.of_chunk`."""
         if len(self.saved.experts) <= 1:
             return self
-        return replace(self, saved=self.saved.of_chunks(chunk, degree))
+        return replace(self, saved=self.saved.of_chunk(chunk, degree))
 
     @property
     def without_experts(self) -> BlockFeatures:
@@ -182,7 +182,12 @@ def fp8_recipe(settings: object) -> str | None:
 
 def rows_of_tile(settings: object, batch: int) -> int:
     """The number that a chunk's rows, of ``batch`` tokens each, must be a multiple of for whole FP8 tiles."""
-    tile = FP8_TILES.get(fp8_recipe(settings) or "", 1)
+    return rows_of_recipe(fp8_recipe(settings), batch)
+
+
+def rows_of_recipe(recipe: str | None, batch: int) -> int:
+    """As :func:`rows_of_tile`, for an FP8 recipe; None without FP8."""
+    tile = FP8_TILES.get(recipe or "", 1)
     return tile // math.gcd(tile, batch)
 
 
@@ -191,7 +196,7 @@ def counts_inside(settings: MegatronSettings) -> bool:
     if settings.moe_token_dispatcher_type != "flex":
         return False
     ranks = settings.expert_model_parallel_size * expert_tensor_ranks(settings)
-    backend = getattr(settings, "moe_flex_dispatcher_backend", "deepep")
+    backend = getattr(settings, "moe_flex_dispatcher_backend", None) or "deepep"
     return backend != "deepep" or ranks > DEEPEP_RANKS_OF_NODE
 
 
@@ -238,7 +243,7 @@ def ring_hindrance(settings: AttentionSettings) -> str | None:
         return "attention dropout"
     if settings.window_size is not None:
         return "an attention window"
-    if getattr(settings, "softmax_type", "vanilla") != "vanilla":
+    if (getattr(settings, "softmax_type", None) or "vanilla") != "vanilla":
         return "attention sinks"
     return None
 

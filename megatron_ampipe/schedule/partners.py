@@ -15,7 +15,6 @@ from megatron_ampipe.block.settings import PARTNER_ORDERS, SETTING
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.list_scheduling import list_schedule
 from megatron_ampipe.schedule.orders import IN_ONE_CHUNK
 from megatron_ampipe.schedule.passes import repeated
 from megatron_ampipe.schedule.program import Program, Schedule, Stage, completed, merge_lanes
@@ -75,33 +74,26 @@ def merge_passes[S](
         times: The time of each stage alone, in any unit; if empty, only ranks count.
         rank: The rank of each stage; all ranks differ.
     """
-    lane_names = list(dict.fromkeys(lane for lane, _ in lanes))
-    lane_of: list[int] = []
-    stages: list[S] = []
-    # Each pass keeps its order in a lane: the stage before is one more dependency.
-    before: dict[S, S] = {}
-    for (lane, _), in_order in lanes.items():
-        stages += in_order
-        lane_of += [lane_names.index(lane)] * len(in_order)
-        before |= {later: earlier for earlier, later in pairwise(in_order)}
-    number = {stage: index for index, stage in enumerate(stages)}
-    numbered_needs = []
-    for stage in stages:
-        needed = {number[other] for other in needs[stage]}
-        if stage in before:
-            needed.add(number[before[stage]])
-        numbered_needs.append(sorted(needed))
-    order = list_schedule(
-        lane_of,
-        numbered_needs,
-        num_lanes=len(lane_names),
-        times=[times.get(stage, 0.0) for stage in stages],
-        rank=[rank[stage] for stage in stages],
-    )
-    assert sum(map(len, order)) == len(stages), "a pass waits for itself"
-    return {
-        lane: [stages[index] for index in in_lane] for lane, in_lane in zip(lane_names, order, strict=True)
-    }
+    left = {key: list(reversed(stages)) for key, stages in lanes.items()}
+    free = dict.fromkeys((lane for lane, _ in lanes), 0.0)
+    ends: dict[S, float] = {}
+    order: dict[str, list[S]] = {lane: [] for lane in free}
+    while any(left.values()):
+        ready = []
+        for (lane, is_next), stages in left.items():
+            if not stages:
+                continue
+            head = stages[-1]
+            if all(needed in ends for needed in needs[head]):
+                begin = max([free[lane], *(ends[needed] for needed in needs[head])])
+                ready.append((begin, rank[head], lane, is_next))
+        assert ready, "a pass waits for itself"
+        begin, _, lane, is_next = min(ready)
+        stage = left[lane, is_next].pop()
+        end = begin + times.get(stage, 0.0)
+        ends[stage] = free[lane] = end
+        order[lane].append(stage)
+    return order
 
 
 _TRANSFER, _SMALL = 4.0, 0.2

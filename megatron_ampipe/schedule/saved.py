@@ -148,7 +148,7 @@ class SavedPolicy(NamedTuple):
         keeps_all = all(saved == ExpertsSaved() for saved in experts)
         return self._replace(experts=() if keeps_all else experts)
 
-    def of_chunks(self, chunk: int, degree: int | None = None) -> SavedPolicy:
+    def of_chunk(self, chunk: int, degree: int | None = None) -> SavedPolicy:
         """The policy for one chunk, in a pass of this degree (None: the backward degree).
 
         A forward chunk that covers several backward chunks has the policies of each of them.

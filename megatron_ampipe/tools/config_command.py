@@ -1,4 +1,5 @@
-"""``ampipe config``: the flags that a launch with these files gets, and where each value comes from.
+"""``ampipe config``: the flags that a launch with these files gets, where each value comes from, and the run
+that they decide.
 
 Trains nothing and opens no data. Needs Megatron, whose parser checks the settings.
 """
@@ -20,13 +21,14 @@ from megatron_ampipe.files.inputs import at_least
 
 if TYPE_CHECKING:
     from megatron_ampipe.launch.config_files import Resolved
+    from megatron_ampipe.launch.run import Run
 
 EPILOG = """\
 examples:
   ampipe config --ampipe-config tiny quickstart                 as YAML, each value with its source
   ampipe config --ampipe-config mixtral-8x7b my/run.yaml --lr 1e-4 --format command
   ampipe config --ampipe-config tiny quickstart --mock-data --train-iters 100 --ranks 2
-      also what a launch on 2 ranks checks
+      also what a launch on 2 ranks checks and decides
   ampipe config --ampipe-config tiny quickstart my/run.yaml --ranks 2 --ranks-per-node 1
       the same for 2 nodes: some plans, and --ampipe-exchange nodes, depend on how many ranks share a node
 
@@ -83,14 +85,36 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ampipe.launch import config_files
 
     with _without_notes():
-        resolved = _checked(arguments)
-    as_text = config_files.as_yaml if arguments.format == "yaml" else config_files.as_command
-    print(as_text(resolved), end="")
+        resolved, run = _checked(arguments)
+        notes = _notes_of(run)
+    if arguments.format == "yaml":
+        print(config_files.as_yaml(resolved, notes=notes), end="")
+    else:
+        print(config_files.as_command(resolved), end="")
     return 0
 
 
-def _checked(arguments: argparse.Namespace) -> Resolved:
-    """The merged settings, after all checks."""
+def _notes_of(run: Run) -> list[str]:
+    """What is decided of a run, and by what, in the rows of the start-up table."""
+    from megatron_ampipe.launch import startup
+
+    if run.environment is None:
+        head = "Decided by flags and files; with --ranks N, also by what they resolve to:"
+        rows = startup.requested_rows(run)
+    else:
+        head = f"The run on {run.environment.world_size} ranks, and what decides it:"
+        rows = startup.decided_rows(run)
+    rows += [("adjusted", flag, reason) for flag, reason in run.adjustments.items()]
+    return [head, *(_note_of(*row) for row in rows)]
+
+
+def _note_of(name: str, value: str, why: str = "") -> str:
+    reason = f" ({why})" if why else ""
+    return f"  {name}: {value}{reason}"
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[Resolved, Run]:
+    """The merged settings, after all checks, and the run; it is only resolved for a number of ranks."""
     from megatron_ampipe.launch import config_files, flags
 
     _set_ranks(arguments)
@@ -99,16 +123,17 @@ def _checked(arguments: argparse.Namespace) -> Resolved:
         flags.import_megatron()
         parser = flags.full_parser()
     resolved = config_files.resolve(arguments.training_flags, parser)
-    flags.check_settings(resolved, parser)
+    run = flags.check_settings(resolved, parser)
     # Refuses words that are not flags.
     parser.parse_args(resolved.words)
     if arguments.ranks is not None:
         from megatron_ampipe.launch import pretrain
 
         # The output of a launch is left out.
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            try:
-                pretrain.check_launch(resolved.words)
-            except BadInput as error:
-                raise resolved.located(error) from error
-    return resolved
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(action="ignore"),
+            resolved.locating_errors(),
+        ):
+            run = pretrain.check_launch(resolved.words)
+    return resolved, run

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from megatron_ampipe.errors import EnvironmentMissing
 
-PACKAGES = ("jinja2", "matplotlib", "numpy", "scipy", "tqdm")
+PACKAGES = ("jinja2", "matplotlib", "scipy", "tqdm")
 """Their modules."""
 INSTALL = "pip install 'megatron-ampipe[tools]'"
 

@@ -12,9 +12,10 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -23,9 +24,18 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.host_times import by_host_time
-from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
-from megatron_ampipe.plan.planner import Progress, alternatives, make_plans, sharing_layers
+from megatron_ampipe.plan.host_times import HostRow, by_host_time
+from megatron_ampipe.plan.model_block import StageLayers, block_of, layers_of
+from megatron_ampipe.plan.model_file import ModelFile, find_model, read_model
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import (
+    PlanOptions,
+    Plans,
+    Progress,
+    alternatives,
+    make_plans,
+    sharing_layers,
+)
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.plan.recorded_routing import with_routing
@@ -36,6 +46,7 @@ from megatron_ampipe.schedule import (
     Exchange,
     Pipeline,
     Schedule,
+    StageKind,
     parse_exchanges,
     parse_stack,
 )
@@ -113,6 +124,27 @@ def _degrees(text: str) -> tuple[int, ...]:
     return tuple(sorted({at_least(2, at_most=_MOST_CHUNKS)(word) for word in text.split(",")}))
 
 
+class _Question(NamedTuple):
+    """What is asked: a model on a cluster, and how it may be run."""
+
+    model: ModelFile
+    predictor: Predictor
+    """Of all layers of a pipeline stage."""
+    layers: StageLayers
+    options: PlanOptions
+    assumed: list[str]
+    """A sentence for each assumption about things that no file says."""
+
+
+class _Found(NamedTuple):
+    """What the search has found."""
+
+    plans: Plans
+    alternatives: dict[str, Plans]
+    """The plans with other flags of Megatron."""
+    by_host: list[HostRow]
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Plan, and show it.
 
@@ -120,11 +152,41 @@ def run(arguments: argparse.Namespace) -> int:
         BadInput: a file or a setting is wrong.
         RunFailed: an output cannot be written.
     """
+    _check_outputs(arguments)
+    question = _question_of(arguments)
+    found = _search(question, arguments)
+    plan = found.plans.chosen
+    predictor = question.predictor.changed(exchange=plan.pipeline.exchange)
+    memory = memory_by_stage(question.model, predictor.block, plan.pipeline_of(predictor.block.rows))
+    assumed = [*question.assumed, *_assumed_of_partners(plan, question.layers, arguments)]
+    answer = answer_of(predictor, found.plans, found.alternatives, memory, arguments, assumed)
+    answer |= host_of(predictor, found.by_host)
+    _write_shown(predictor, plan, arguments)
+    if arguments.output is not None:
+        plan.write(arguments.output, head=arguments.command_line)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    text = json.dumps(answer, indent=1) + "\n"
+    if arguments.json == "-":
+        print(text, end="")
+        return 0
+    if arguments.json is not None:
+        outputs.write_text(Path(arguments.json), text)
+    show(answer, plan, Console(), verbose=arguments.verbose)
+    return 0
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse outputs that could not be written after a search of minutes."""
     for name in ("output", "trace", "tape", "json"):
-        if (path := getattr(arguments, name)) not in (None, "-"):
+        path = getattr(arguments, name)
+        if path not in (None, "-"):
             outputs.check(Path(path), flag=f"--{name}")
     if arguments.trace_of is not None and arguments.trace is arguments.tape is None:
         arguments.refuse("--trace-of needs --trace FILE or --tape FILE")
+
+
+def _question_of(arguments: argparse.Namespace) -> _Question:
+    """Read the files of a command line."""
     stack = parse_stack(arguments.stack, flag="--stack")
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     cluster = read_cluster(find_cluster(arguments.cluster))
@@ -134,56 +196,49 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.routing is not None:
         block, recorded = with_routing(block, arguments.routing)
         assumed += recorded
-    layers = layers_of(model)
-    predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
     if not set(exchanges) & set(block.exchanges(cluster.ranks_per_node)):
         arguments.refuse(
             f"--exchange {arguments.exchange} saves nothing in this layout: no rank or node gets a token "
             "twice, or ranks are not spread equally over several nodes with several of them on each; use "
             f"--exchange {AUTO}, which leaves out what does not apply"
         )
-    options = {
+    layers = layers_of(model)
+    options: PlanOptions = {
         "degrees": arguments.degrees,
         "stack": stack,
         "exchanges": exchanges,
         "with_partner": 0.0 if arguments.no_partner or layers.waits else 1.0,
     }
+    predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
+    return _Question(model, predictor, layers, options, assumed)
+
+
+def _search(question: _Question, arguments: argparse.Namespace) -> _Found:
+    """Search for the fastest way to run, with other flags of Megatron too, and on slower hosts."""
+    predictor = question.predictor
     with _shown_progress() as progress:
-        plans = make_plans(predictor, progress=progress, **options)
-        compares = arguments.exchange == AUTO
-        others = alternatives(predictor, progress=progress, **options) if compares else {}
+        options: PlanOptions = {**question.options, "progress": progress}
+        plans = make_plans(predictor, **options)
+        others = {}
+        if arguments.exchange == AUTO:
+            others = alternatives(predictor, **options)
         progress("slower hosts")
-        hosts = by_host_time(
+        by_host = by_host_time(
             predictor,
             plans.chosen.pipeline,
             degrees=arguments.degrees,
-            stack=stack,
+            stack=options["stack"],
             with_partner=options["with_partner"],
         )
-    plan = plans.chosen
+    return _Found(plans, others, by_host)
+
+
+def _assumed_of_partners(plan: Plan, layers: StageLayers, arguments: argparse.Namespace) -> list[str]:
     if plan.pipeline.partner is not None:
-        assumed.append("steps have many micro-batches: the first forward, last backward pass run alone")
-    elif layers.waits and not arguments.no_partner:
-        assumed.append("no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)")
-    predictor = predictor.changed(exchange=plan.pipeline.exchange)
-    memory = memory_by_stage(model, predictor.block, plan.pipeline_of(predictor.block.rows))
-    answer = answer_of(predictor, plans, others, memory, arguments, assumed) | host_of(predictor, hosts)
-    text = json.dumps(answer, indent=1) + "\n"
-    if arguments.trace is not None or arguments.tape is not None:
-        shown = plan.pipeline_of(predictor.block.rows)
-        if arguments.trace_of is not None:
-            shown = Pipeline.of(arguments.trace_of, stack=stack)
-        _write_shown(predictor, shown, arguments)
-    if arguments.output is not None:
-        plan.write(arguments.output, head=arguments.command_line)
-        print(f"wrote {arguments.output}", file=sys.stderr)
-    if arguments.json == "-":
-        print(text, end="")
-        return 0
-    if arguments.json is not None:
-        outputs.write_text(Path(arguments.json), text)
-    show(answer, plan, Console(), verbose=arguments.verbose)
-    return 0
+        return ["steps have many micro-batches: the first forward, last backward pass run alone"]
+    if layers.waits and not arguments.no_partner:
+        return ["no partners: they need virtual stages (--num-layers-per-virtual-pipeline-stage)"]
+    return []
 
 
 @contextlib.contextmanager
@@ -203,8 +258,12 @@ def _shown_progress() -> Iterator[Progress]:
         yield lambda text: status.update(f"searching {text}")
 
 
-def _write_shown(predictor: Predictor, pipeline: Pipeline, arguments: argparse.Namespace) -> None:
-    """Write what ``--trace`` and ``--tape`` show."""
+def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
+    """Write what ``--trace`` and ``--tape`` show: the plan, or ``--trace-of`` chunks of equal length."""
+    pipeline = plan.pipeline_of(predictor.block.rows)
+    if arguments.trace_of is not None:
+        stack = parse_stack(arguments.stack, flag="--stack")
+        pipeline = Pipeline.of(arguments.trace_of, stack=stack)
     if arguments.trace is not None:
         labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
         timeline_of(predictor, pipeline, labels=labels).write_chrome(arguments.trace)
@@ -214,19 +273,27 @@ def _write_shown(predictor: Predictor, pipeline: Pipeline, arguments: argparse.N
         outputs.write_text(arguments.tape, tape)
 
 
-UNNAMED = SimpleNamespace(
-    stage_parameters={},
-    run=lambda kind: (0, None),
-    differentiate=lambda kind: (0, None),
-    delay_wgrad=lambda kind, products: None,
-)
-"""Replaces the functions of a block whose tape is only printed."""
+class PrintedFunctions:
+    """Stands for the functions of a block whose tape is only printed (``runtime.block_functions``)."""
+
+    stage_parameters: Mapping[StageKind, Sequence[object]] = MappingProxyType({})
+
+    def run(self, kind: StageKind) -> tuple[int, None]:
+        """Nothing that could be called; the tape only shows that there is a function."""
+        return 0, None
+
+    def differentiate(self, kind: StageKind) -> tuple[int, None]:
+        """As :meth:`run`."""
+        return 0, None
+
+    def delay_wgrad(self, kind: StageKind, products: object) -> None:
+        """No weight gradients."""
 
 
 def tape_text(schedule: Schedule, layers: Sequence[BlockFeatures], chunks: Sequence[Chunk]) -> str:
     """The tapes of both passes, as text."""
     # By name: planning itself needs no torch.
     compiler = importlib.import_module("megatron_ampipe.runtime.compile")
-    options = {"keep_graph": True, "host_waits": True, "threads": False}
-    functions = [UNNAMED] * len(layers)
-    return f"{compiler.compiled(schedule, layers, chunks=chunks, functions=functions, **options)}\n"
+    options = compiler.TapeOptions(keep_graph=True, host_waits=True, threads=False)
+    functions = [PrintedFunctions()] * len(layers)
+    return f"{compiler.compiled(schedule, layers, chunks=chunks, functions=functions, options=options)}\n"

@@ -152,7 +152,8 @@ def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(
     for planner in (None, lambda shape: Plan(pipeline=Pipeline.of(2), reason="a plan")):
         layer, context = _layer()
         auto = module.AutoDegree(context, planner=planner)
-        auto.start((SHORT, 1))
+        if planner is not None:
+            auto.start((SHORT, 1), planner((SHORT, 1)))
         step = around(auto, functools.partial(layer, attention_mask=None))
         iterations.clear()
         for iteration in range(2 * interval + 20):

@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from megatron_ampipe.plan.model_file import block_of, read_model
+from megatron_ampipe.plan.model_block import block_of
+from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.schedule import Pipeline
 

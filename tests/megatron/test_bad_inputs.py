@@ -55,6 +55,10 @@ YAML = {
         "attention-backend: flsh",
         "{line}1: --attention-backend flsh: is not one of its values. Did you mean flash?",
     ),
+    "name-of-no-choice": (
+        "cuda-graph-impl: local\ncuda-graph-modules: [experts]",
+        "{line}2: --cuda-graph-modules experts: is not one of its values. Run with --help",
+    ),
     "list-for-pattern": ("moe-layer-freq: [0, 1]", "['0', '1']: takes numbers and text; words"),
     # Sections.
     "own-at-top": ("degree: 4", "degree: there is no such flag. Write it below 'ampipe:', indented."),

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from gpu_check.families import FAMILIES, TRAINING
-from megatron_ampipe.launch import host
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch import host, resolve
+from megatron_ampipe.plan.cluster import Cluster, read_cluster
 from megatron_ampipe.plan.plan_file import Plan
 from tests import te_permutation_standin
 from tests.megatron.launcher import squeezed
@@ -151,7 +153,7 @@ def table_of(
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table = table_of(LAUNCHES[name].flags, monkeypatch, capsys)
-    for text in ("chunk boundaries", *LAUNCHES[name].said):
+    for text in ("degree 4 --ampipe-degree", "chunk boundaries", *LAUNCHES[name].said):
         assert squeezed(text) in table
 
 
@@ -194,6 +196,26 @@ def test_a_launch_reads_its_plan_once(
         read.clear()
         assert squeezed(f"read from {file}") in table_of(flags, monkeypatch, capsys, model)
         assert read == [file]
+
+
+def test_a_launch_reads_its_cluster_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both the memory strategy and the degree are chosen by it."""
+    read: list[Path] = []
+
+    def counted(path: Path) -> Cluster:
+        read.append(path)
+        return read_cluster(path)
+
+    monkeypatch.setattr(resolve, "read_cluster", counted)
+    flags = f"{ALLTOALL} --ampipe-degree auto --ampipe-memory auto --ampipe-memory-budget 600GiB"
+    table = table_of(f"{flags} --ampipe-cluster a800x8-20gbps", monkeypatch, capsys, MODEL[:-2])
+    assert squeezed("planned from a800x8-20gbps") in table
+    assert squeezed("memory keep the fastest by a800x8-20gbps within 600GiB") in table
+    assert [path.stem for path in read] == ["a800x8-20gbps"]
+    with pytest.raises(BadInput, match="--ampipe-cluster nowhere: "):
+        table_of(f"{flags} --ampipe-cluster nowhere", monkeypatch, capsys, MODEL[:-2])
 
 
 def test_megatrons_demand_for_one_hardware_queue_is_not_lifted_for_its_own_layers(

@@ -9,11 +9,12 @@ from collections import Counter
 
 import pytest
 
+from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
-from megatron_ampipe.launch.planned import exchanges_of
-from megatron_ampipe.launch.refusals import REFUSALS, Refusal, _Arguments, refuse_unsupported
+from megatron_ampipe.launch.environment import exchanges_of
+from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
 from megatron_ampipe.launch.run import prepare_arguments, requested
 from megatron_ampipe.schedule import Exchange, Pipeline
 from tests.megatron.launcher import MOCK_DATA, MODULE, REPOSITORY, TINY_GPT, execute, torchrun_command
@@ -240,8 +241,8 @@ def test_an_exchange_is_refused_where_it_cannot_be_chosen_and_nowhere_else(
     for values in itertools.product(*sizes.values()):
         named = dict(zip(sizes, values, strict=True))
         args = argparse.Namespace(**named, tensor_model_parallel_size=1)
-        refused = [row.rule for row in rows if row.applies(_Arguments(args)) is not None]
-        allowed = named["ampipe_exchange"] in ("auto", *exchanges_of(args))
+        refused = [row.rule for row in rows if row.applies(Arguments(args)) is not None]
+        allowed = named["ampipe_exchange"] in ("auto", *exchanges_of(args, named["ampipe_ranks_per_node"]))
         assert bool(refused) != allowed, (named, refused)
         num_refused += bool(refused)
     assert num_refused > 100

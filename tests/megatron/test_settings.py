@@ -14,6 +14,9 @@ from megatron_ampipe import cli
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import config_files, flags
 from megatron_ampipe.launch import pretrain as pretrain_launch
+from megatron_ampipe.launch.run import Run
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.schedule import BlockFeatures, Exchange, Pipeline, build
 from tests.forked import completed
 from tests.megatron.launcher import pretrain
 from tests.unit.test_docs import help_examples
@@ -85,6 +88,54 @@ def test_built_in_models_and_runs_pass_megatrons_checks(
     assert changed(["--ampipe-config", model], parser, tmp_path) == []
 
 
+TINY = ["--ampipe-config", "tiny", "quickstart", "--mock-data", "--train-iters", "30"]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("words", "decided"),
+    [
+        ("", ["degree: 1: Megatron's own layers (default)"]),
+        (
+            "--ampipe-degree 2 --ampipe-schedule moe-only",
+            [
+                "degree: 2 (--ampipe-degree)",
+                "schedule: moe-only (--ampipe-schedule)",
+                "exchange: rows (default)",
+            ],
+        ),
+        ("--ampipe-chunks 0.75,0.25", ["degree: 2 (--ampipe-chunks)", "exchange: rows (default)"]),
+        (
+            "--ampipe-degree auto --ampipe-exchange auto --ranks 2",
+            [
+                "degree: auto: the first iterations try 1, 2, 4, 8, 16, the fastest stays",
+                "exchange: rows or ranks (the first iterations)",
+                "layers per schedule: all (default)",
+            ],
+        ),
+        (
+            "--ampipe-degree 2 --ranks 2",
+            [
+                "chunk boundaries: 0 1024 2048 of the 2048 rows of a rank (default)",
+                "degree: 2 (--ampipe-degree)",
+            ],
+        ),
+        ("--ampipe-degree auto --ampipe-cluster a800x8-20gbps --ranks 2", ["schedule: ampipe (the planner)"]),
+        ("--ampipe-plan {plan}", ["degree: 2 (the plan)", "exchange: ranks (the plan)"]),
+    ],
+)
+def test_config_prints_the_run_and_what_decides_it(
+    words: str, decided: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = build("ampipe", degree=2, features=BlockFeatures(chunked_qkv=True))
+    pipeline = Pipeline.of(2, order=order, shares=(0.5, 0.5), exchange=Exchange.RANKS)
+    Plan(pipeline=pipeline, reason="a test").write(tmp_path / "plan.yaml", head="a test")
+    flags_of_case = shlex.split(words.format(plan=tmp_path / "plan.yaml"))
+    code, shown = cli.main(["config", *TINY, *flags_of_case]), capsys.readouterr()
+    assert code == 0, shown.err
+    assert set(decided) <= {line.removeprefix("#   ") for line in shown.out.splitlines()}, shown.out
+
+
 def test_every_built_in_model_and_run_is_checked() -> None:
     assert LAUNCHES.keys() == config_names("models").keys()
     assert {run for run, _, _ in LAUNCHES.values()} == config_names("runs").keys()
@@ -124,9 +175,10 @@ def test_what_libraries_log_does_not_stand_above_the_answer(
     monkeypatch.setattr(logging.root, "handlers", [handler])
     monkeypatch.setattr(logging.root, "level", logging.INFO)
 
-    def check(words: Sequence[str]) -> None:
+    def check(words: Sequence[str]) -> Run:
         logging.getLogger("megatron.core").info("something")
         logging.getLogger("megatron.core").warning("important")
+        return Run()
 
     monkeypatch.setattr(pretrain_launch, "check_launch", check)
     assert cli.main(["config", "--ranks", "2", "--ampipe-config", "tiny"]) == 0

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.plan.model_file import block_of, read_model
+from megatron_ampipe.plan.model_block import block_of
+from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from megatron_ampipe.schedule.features import boundary, features_of_settings
 from tests.golden.write import SETTINGS
@@ -96,13 +97,11 @@ def test_features_are_the_same_from_every_source(
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    from megatron_ampipe.launch.planned import features_of_args
+    from megatron_ampipe.launch.environment import features_of_args
 
     args = arguments(**settings)
-    args.ampipe_capacity_scope = None if scope == "sequence" else scope
-    args.ampipe_router_scope = None
-    args.ampipe_condense = None
-    assert features_of_args(args, Pipeline.of(4)) == expected
+    alone, _ = features_of_args(args, Settings(capacity_scope=scope, ranks_per_node=8))
+    assert Pipeline.of(4).trained(alone) == expected
 
     settings = dict(settings)
     kind = MLATransformerConfig if settings.pop("multi_latent_attention", False) else TransformerConfig
@@ -127,7 +126,7 @@ TENSOR = {"tensor_model_parallel_size": 2}
         ({"moe_expert_capacity_factor": 1.25}, "ampipe", None),
         (TENSOR, "ampipe", None),
         # A stack spreads each chunk over the tensor-parallel ranks: all chunks together are not in order.
-        (TENSOR, "moe-only", "attention of the whole sequence"),
+        (TENSOR, "moe-only", "unchunked attention requires"),
         (TENSOR | {"moe_expert_capacity_factor": 1.25}, "ampipe", "which tokens a capacity drops"),
         (TENSOR | {"moe_expert_capacity_factor": -1.0}, "ampipe", None),
         ({"context_parallel_size": 2}, "ampipe", "needs keys and values"),

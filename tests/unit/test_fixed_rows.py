@@ -29,8 +29,8 @@ class Step:
     def __init__(self, *, margin: float) -> None:
         self.rows = FixedRows()
         self.chunk = self.rows.new_chunk(0)
-        arguments: Any = types.SimpleNamespace(curr_iteration=0)
-        self.hook = FixedRowsSteps(self.rows, arguments, margin=margin)
+        environment: Any = types.SimpleNamespace(iteration=1, on_gpu=False)
+        self.hook = FixedRowsSteps(self.rows, environment, margin=margin)
         model: Any = torch.nn.Linear(1, 1)
         model.zero_grad_buffer = mock.Mock()
         self.hook.models_built([model])

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.host_times import FACTORS, by_host_time, in_words, with_host_times
-from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.model_block import block_of, layers_of
+from megatron_ampipe.plan.model_file import find_model, read_model
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from tests.conftest import Command

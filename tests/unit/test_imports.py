@@ -85,7 +85,6 @@ TOOLS = {
     "scipy": "profile --output a.yaml",
     "tqdm": "bench",
     "tqdm ": "data --output a",
-    "numpy": "bench",
 }
 """A command that needs each package of the extra ``tools``."""
 

@@ -19,11 +19,11 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.runtime import partners
-from megatron_ampipe.runtime.compile import compiled
+from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.schedule import KEEP, LISTED, Direction, Exchange, Partner, Pipeline, program_from_text
 from megatron_ampipe.schedule.partners import merge_passes
-from megatron_ampipe.tools.plan_command import UNNAMED
+from megatron_ampipe.tools.plan_command import PrintedFunctions
 from tests.plan_cases import cluster, sized_block
 
 
@@ -102,10 +102,8 @@ def test_what_the_planner_predicts_is_what_runs(name: str) -> None:
             of_pass.schedule_of(predictor.layers),
             predictor.layers,
             chunks=of_pass.chunks(predictor.block.rows),
-            functions=[UNNAMED] * 3,
-            keep_graph=True,
-            host_waits=True,
-            threads=False,
+            functions=[PrintedFunctions()] * 3,
+            options=TapeOptions(keep_graph=True, host_waits=True, threads=False),
         ).passes
         joint = partners.merged(tapes[Direction.BACKWARD], tapes[Direction.FORWARD], partner, host_waits=True)
         lanes: dict[str, list[str]] = {}

@@ -1,5 +1,6 @@
 """Model files without Megatron: the sizes of a block, and errors with file and line."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,84 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.block import Block
-from megatron_ampipe.plan.model_file import StageLayers, block_of, layers_of, read_model
-from tests.plan_cases import cluster, model_file
+from megatron_ampipe.plan.model_block import StageLayers, block_of, layers_of
+from megatron_ampipe.plan.model_file import read_model
+from tests.plan_cases import PLAIN, cluster, model_file
 
 
 def read(path: Path, **settings: Any) -> tuple[Block, tuple[str, ...]]:
     model = read_model(path, overrides=settings.pop("overrides", None))
     return block_of(model, cluster("dgx-h100"), **settings)
+
+
+LATENT = "multi-latent-attention: true"
+FIELD_SOURCES = {
+    "sequence_length": "seq-length: 8192",
+    "batch": "micro-batch-size: 2",
+    "hidden": "hidden-size: 2048",
+    "heads": "num-attention-heads: 8",
+    "head_size": "kv-channels: 128",
+    "value_size": f"{LATENT}\nv-head-dim: 32",
+    "projections": f"{LATENT}\nq-lora-rank: 8",
+    "key_value_width": "group-query-attention: true\nnum-query-groups: 4",
+    "experts": "num-experts: 16",
+    "topk": "moe-router-topk: 2",
+    "ffn": "moe-ffn-hidden-size: 512",
+    "gated": "swiglu: true",
+    "shared_ffn": "moe-shared-expert-intermediate-size: 512",
+    "dense_ffn": "moe-layer-freq: 2",
+    "capacity": "moe-expert-capacity-factor: 1.5",
+    "capacity_per_chunk": "ampipe:\n  capacity-scope: chunk",
+    "chooses": "moe-router-load-balancing-type: sinkhorn",
+    "padded": "moe-pad-expert-input-to-capacity: true",
+    "grouped": "moe-grouped-gemm: true",
+    "dispatcher": "moe-token-dispatcher-type: allgather",
+    "dtype": "bf16: false\nfp16: true",
+    "fp8_tile": "fp8-format: hybrid\nfp8-recipe: mxfp8",
+    "losses": "moe-z-loss-coeff: 0.001",
+    "window": "window-size: [128, 0]",
+    "latent": LATENT,
+    "fused_gradients": "no-gradient-accumulation-fusion: true",
+    "tensor": "tensor-model-parallel-size: 2\nexpert-tensor-parallel-size: 1",
+    "context": "context-parallel-size: 2",
+    "ring": "context-parallel-size: 2\nattention-dropout: 0",
+    "expert": "expert-model-parallel-size: 4",
+    "expert_tensor": "expert-tensor-parallel-size: 2\nexpert-model-parallel-size: 4",
+    "recomputes": "recompute-granularity: full",
+    "recompute_modules": "recompute-granularity: selective\nrecompute-modules: [moe_act]",
+    "local": "transformer-impl: local",
+    "splits_weights": "transformer-impl: transformer_engine",
+    "replicas": "tensor-model-parallel-size: 2\nexpert-tensor-parallel-size: 1",
+    "expert_replicas": "expert-model-parallel-size: 4",
+    "shards_optimizer": "use-distributed-optimizer: true",
+}
+"""For each field of a block, keys of a model file that change it."""
+NOT_OF_A_MODEL = {
+    # The run, or the machines.
+    "ranks_per_node",
+    "imbalance",
+    "rows_seen",
+    # How the block runs, which a planner or a flag of AMPipe decides.
+    "exchange",
+    "condense",
+    "places_reductions",
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Block)])
+def test_every_field_of_a_block_has_a_source(name: str, tmp_path: Path) -> None:
+    """Megatron's arguments and a benchmark's case become a model file, so there is no other converter."""
+    if name in NOT_OF_A_MODEL:
+        assert name not in FIELD_SOURCES
+        return
+    usual, _ = read(model_file(tmp_path))
+    # A repeated key is refused, so the line replaces the one of the plain file.
+    lines = FIELD_SOURCES[name] + "\n"
+    keys = [line.partition(":")[0] for line in lines.splitlines()]
+    kept = [line for line in PLAIN.splitlines() if line.partition(":")[0] not in keys]
+    (tmp_path / "model.yaml").write_text("\n".join([*kept, lines]))
+    changed, _ = read(tmp_path / "model.yaml")
+    assert getattr(changed, name) != getattr(usual, name)
 
 
 @pytest.mark.parametrize(

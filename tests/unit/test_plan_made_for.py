@@ -8,8 +8,10 @@ import pytest
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.environment import block_of_args, environment_of, features_of_args
 from megatron_ampipe.launch.planned import plan_of_run, planner_of
 from megatron_ampipe.launch.refusals import refuse_unsupported
+from megatron_ampipe.launch.run import Run
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -71,6 +73,27 @@ def run_of(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**(SETTINGS | values | changes))
 
 
+def resolved(args: argparse.Namespace, pipeline: Pipeline, **fields: Any) -> Run:
+    """The parts of a resolved run with these arguments that are planned or compared with a plan."""
+    settings = fields.pop("settings", Settings(ranks_per_node=8))
+    block, _ = block_of_args(args, settings)
+    return Run(
+        settings=settings,
+        pipeline=pipeline,
+        environment=environment_of(args, settings, on_gpu=False),
+        block=block,
+        features=features_of_args(args, settings),
+        **fields,
+    )
+
+
+def planned_from(args: argparse.Namespace, file: Path, *, saved: bool = False) -> Plan:
+    """The plan of a file for a run with these arguments."""
+    plan, settings = Plan.read(file), Settings(plan=str(file), ranks_per_node=8)
+    given = frozenset({"save_plan" if saved else "plan"})
+    return plan_of_run(resolved(args, plan.pipeline, settings=settings, plan=plan, given=given))
+
+
 @pytest.fixture(autouse=True)
 def eight_ranks_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -78,7 +101,10 @@ def eight_ranks_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(stack: int, **changes: Any) -> Plan:
     run = run_of(num_layers=12, moe_layer_freq=[0] + 11 * [1], **changes)
-    planner = planner_of(run, "a800x8-20gbps", stack=stack)
+    settings = Settings(ranks_per_node=8, degree="auto", cluster="a800x8-20gbps")
+    _, layers = block_of_args(run, settings)
+    asked = resolved(run, Pipeline.of(1, stack=stack), settings=settings)
+    planner = planner_of(asked, cluster("a800x8-20gbps"), layers, partnered_share=0.0)
     return planner((run.seq_length // run.tensor_model_parallel_size, 1))
 
 
@@ -101,19 +127,17 @@ def test_a_run_with_a_plan_of_layers_that_share_a_schedule(tensor: int, tmp_path
     make_plan(Predictor(made, cluster(), num_layers=6), degrees=(2,)).write(path, head="a test")
     run = run_of(seq_length=4096, moe_router_topk=4, tensor_model_parallel_size=tensor, world_size=8 * tensor)
     run.sequence_parallel = tensor > 1
-    choice = plan_of_run(run, Plan.read(path), str(path))
+    choice = planned_from(run, path)
     assert choice.pipeline.stack == ALL_LAYERS and choice.stages_ms is not None
     # Where there is a boundary, each layer runs it alone.
-    alone = plan_of_run(
-        argparse.Namespace(**{**vars(run), "recompute_granularity": "full"}), Plan.read(path), ""
-    )
+    alone = planned_from(argparse.Namespace(**{**vars(run), "recompute_granularity": "full"}), path)
     assert alone.pipeline == choice.pipeline
 
 
 def test_a_saved_plan_for_another_block_is_refused(file: Path) -> None:
-    run = run_of(seq_length=128, ampipe_plan=None, ampipe_save_plan=str(file))
+    run = run_of(seq_length=128)
     with pytest.raises(BadInput, match=r"^--ampipe-save-plan .* Remove the file.* its section made_for"):
-        plan_of_run(run, Plan.read(file), str(file))
+        planned_from(run, file, saved=True)
 
 
 def test_what_a_plan_says_is_refused_as_its_flags_are() -> None:
@@ -127,8 +151,8 @@ def test_what_a_plan_says_is_refused_as_its_flags_are() -> None:
 def test_a_plan_without_the_section_runs_with_a_note(file: Path) -> None:
     """A file of an earlier version is accepted if its stages are those of this model's blocks."""
     file.write_text(file.read_text().partition("made_for:")[0])
-    assert plan_of_run(run_of(seq_length=128), Plan.read(file), str(file)).notes == (
+    assert planned_from(run_of(seq_length=128), file).notes == (
         f"{file} has no section made_for, so it was not compared with this run",
     )
     with pytest.raises(BadInput, match=r"is not for the blocks of this model: .* runs shared\.0 0 times"):
-        plan_of_run(run_of(moe_shared_expert_intermediate_size=64), Plan.read(file), str(file))
+        planned_from(run_of(moe_shared_expert_intermediate_size=64), file)

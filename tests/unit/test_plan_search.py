@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Overlap, read_cluster
-from megatron_ampipe.plan.model_file import block_of, find_model, layers_of, read_model
+from megatron_ampipe.plan.model_block import block_of, layers_of
+from megatron_ampipe.plan.model_file import find_model, read_model
 from megatron_ampipe.plan.order_search import OrderProblem, improve_order
 from megatron_ampipe.plan.planner import Plans, make_plan, make_plans, plan_of
 from megatron_ampipe.plan.predict import Predictor

@@ -13,7 +13,8 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import find_cluster, write_cluster
-from megatron_ampipe.plan.model_file import block_of, read_model
+from megatron_ampipe.plan.model_block import block_of
+from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor

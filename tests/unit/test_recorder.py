@@ -91,6 +91,6 @@ def test_logged_iterations_are_not_recorded_where_graphs_are_used(
     context = AMPipeContext(
         settings, Pipeline.of(4), recorder=Recorder(num_iterations=1), graph_modules=modules
     )
-    args = SimpleNamespace(rank=0, world_size=1, log_interval=1, curr_iteration=6)
-    Recording(context, args).before_forward(SimpleNamespace(training=True))
+    environment = SimpleNamespace(rank=0, world_size=1, log_interval=1, iteration=7)
+    Recording(context, environment).before_forward(SimpleNamespace(training=True))
     assert context.recorder.recording is records

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages
 from megatron_ampipe.layers.block_modules import FUNCTIONS
-from megatron_ampipe.runtime.compile import compiled
+from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import ALL_KINDS, Direction, SequenceLayout
-from megatron_ampipe.tools.plan_command import UNNAMED
+from megatron_ampipe.tools.plan_command import PrintedFunctions
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
 
@@ -34,10 +34,8 @@ def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph:
         schedule,
         layers,
         chunks=chosen.chunks(ROWS * context, layout),
-        functions=[UNNAMED] * len(layers),
-        keep_graph=keep_graph,
-        host_waits=not threads,
-        threads=threads,
+        functions=[PrintedFunctions()] * len(layers),
+        options=TapeOptions(keep_graph=keep_graph, host_waits=not threads, threads=threads),
     )
 
 
@@ -108,7 +106,7 @@ def test_a_failing_step_says_what_it_was_given() -> None:
     from megatron_ampipe.runtime.executors import SequentialExecutor
     from megatron_ampipe.runtime.recorder import Recorder
     from megatron_ampipe.runtime.segment import BlockParameters
-    from megatron_ampipe.runtime.stack_call import StackCall
+    from megatron_ampipe.runtime.stack_call import PassRun, StackCall
 
     class State:
         draws = False
@@ -118,9 +116,7 @@ def test_a_failing_step_says_what_it_was_given() -> None:
     call = StackCall(
         [State()],  # type: ignore[list-item]
         found,
-        SequentialExecutor(),
-        Recorder(),
-        numbers=[1],
+        PassRun(SequentialExecutor(), Recorder(), numbers=[1]),
         parameters=[BlockParameters((), ())],
         keep_graph=True,
     )

@@ -10,7 +10,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.config_files import groups_of, values_of
@@ -50,12 +49,13 @@ def install() -> None:
 def _import_megatron() -> None:
     import torch
 
-    def run_eagerly(function: Any = None, **_options: object) -> Any:
+    def run_eagerly(function: object = None, **_options: object) -> object:
         return function if function is not None else run_eagerly
 
     # Importing megatron.core applies torch.compile, in the jit_fuser decorator and to routing functions. On a
     # CPU that costs a C++ compilation per shape, without a benefit.
-    compile_, torch.compile = torch.compile, run_eagerly
+    compile_ = torch.compile
+    torch.compile = run_eagerly  # type: ignore[assignment]
     # Hides "No CUDA runtime is found" of the extension loader, which Megatron's recompute imports.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:

@@ -11,7 +11,7 @@ each head, the recurrence of a state ``h [P, N]`` with scalar decay equals a pro
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import megatron.core.models.hybrid.hybrid_block as hybrid_block
 import megatron.core.ssm.mamba_mixer as mamba_mixer
@@ -35,6 +35,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 # S rows, B sequences, H heads of width P, G groups of heads that share B and C of N numbers.
@@ -68,7 +69,7 @@ def local_submodules() -> HybridStackSubmodules:
         mtp_model_layer=None,
         layer_norm=WrappedTorchNorm,
     )
-    specs: dict[str, Any] = {
+    specs: dict[str, ModuleSpec] = {
         "mamba_layer": ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
@@ -136,7 +137,8 @@ def mamba_split_conv1d_scan(
     b, c = (part.unflatten(-1, (ngroups, -1)).repeat_interleave(num_heads // ngroups, 2) for part in (b, c))
     dt = functional.softplus(dt.float() + dt_bias)
     y = state_space(x, dt, A, b, c) + x * D.view(num_heads, -1).float()
-    return (y.flatten(-2) * functional.silu(gate.float())).to(zxbcdt.dtype)
+    gated: Tensor = y.flatten(-2) * functional.silu(gate.float())
+    return gated.to(zxbcdt.dtype)
 
 
 def state_space(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -150,19 +152,20 @@ def state_space(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> T
     between = (total.unsqueeze(3) - total.unsqueeze(2)).to(x.dtype)
     causal = torch.ones(between.shape[2:], dtype=torch.bool).tril()
     weights = between.masked_fill(~causal, float("-inf")).exp()
-    return torch.einsum("bshn,bthn,bhst,bthp->bshp", c, b, weights, x * dt.unsqueeze(-1))
+    y: Tensor = torch.einsum("bshn,bthn,bhst,bthp->bshp", c, b, weights, x * dt.unsqueeze(-1))
+    return y
 
 
 class GroupedRMSNorm(torch.nn.Module):
     """RMSNorm over each group of channels, in place of mamba-ssm's gated norm, here without a gate."""
 
-    tp_group: Any = None
+    tp_group: ProcessGroup | None = None
 
     def __init__(
-        self, hidden_size: int, *, eps: float, group_size: int, norm_before_gate: bool, **factory: Any
+        self, hidden_size: int, *, eps: float, group_size: int, norm_before_gate: bool, **factory: object
     ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, **factory))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, **factory))  # type: ignore[call-overload]
         self._eps, self._group_size = eps, group_size
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -172,12 +175,16 @@ class GroupedRMSNorm(torch.nn.Module):
         return (scaled.flatten(-2) * self.weight.float()).to(hidden.dtype)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[tuple[int, int, int]] = (),
+        metadata: Mapping[str, ProcessGroup] | None = None,
+    ) -> dict[str, object]:
         """For checkpoints: split over tensor-parallel ranks along the channels."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        return make_sharded_tensors_for_checkpoint(
+        assert metadata is not None
+        sharded: dict[str, object] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"weight": 0},
@@ -185,3 +192,4 @@ class GroupedRMSNorm(torch.nn.Module):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+        return sharded

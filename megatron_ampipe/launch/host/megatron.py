@@ -9,14 +9,15 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from megatron_ampipe import compat
@@ -100,7 +101,7 @@ def install() -> None:
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
 
 
-def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _splits_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Convert split sizes for gloo, which needs ints; Megatron's function only converts CUDA tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -119,13 +120,13 @@ def _ordered_topk(values: Tensor, k: int, *, dim: int, **_options: object) -> tu
     return tuple(part.narrow(dim, 0, k) for part in ordered)
 
 
-def _with_ordered_topk(drop: Callable[..., Any]) -> Callable[..., Any]:
+def _with_ordered_topk[**P, Output](drop: Callable[P, Output]) -> Callable[P, Output]:
     """Wrap Megatron's ``apply_router_token_dropping`` to drop the same tokens by position as on a GPU.
 
     It selects tokens with ``torch.topk`` over zeros and ones, whose order is arbitrary on a CPU.
     """
 
-    def dropping(*args: Any, **kwargs: Any) -> Any:
+    def dropping(*args: P.args, **kwargs: P.kwargs) -> Output:
         with mock.patch.object(torch, "topk", _ordered_topk):
             return drop(*args, **kwargs)
 
@@ -137,7 +138,9 @@ def _with_uneven_splits(
 ) -> Callable[..., Tensor]:
     """Megatron's gather or reduce-scatter, with AMPipe's for uneven splits, which gloo lacks."""
 
-    def collect(tensor: Tensor, group: Any, splits: Sequence[int] | None = None, *options: Any) -> Tensor:
+    def collect(
+        tensor: Tensor, group: ProcessGroup, splits: Sequence[int] | None = None, *options: object
+    ) -> Tensor:
         if splits is None or group.size() == 1:
             return collective(tensor, group, splits, *options)
         own = [splits[group.rank()]]
@@ -149,15 +152,20 @@ def _with_uneven_splits(
     return collect
 
 
-def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> Module:
+def build_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object) -> Module:
     """A torch LayerNorm or RMSNorm over the last dimension, in place of ``WrappedTorchNorm``.
 
     That class refuses sequence parallelism; here weights are marked for it, as in Megatron's fused norms.
     """
-    norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel
+    norm: Module = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
+    _mark_for_sequence_parallelism(norm, config)
     return norm
+
+
+def _mark_for_sequence_parallelism(module: Module, config: TransformerConfig) -> None:
+    """Let Megatron sum the gradients of a module over the ranks, which see different rows."""
+    for parameter in module.parameters():
+        vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
 
 class HostLatentProjection(torch.nn.Linear):
@@ -171,10 +179,10 @@ class HostLatentProjection(torch.nn.Linear):
         input_size: int,
         output_size: int,
         *,
-        config: Any,
-        init_method: Callable[[Tensor], Any],
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
         bias: bool,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
         assert kwargs["parallel_mode"] == "duplicated" and not kwargs["skip_bias_add"]
@@ -182,9 +190,7 @@ class HostLatentProjection(torch.nn.Linear):
             init_method(self.weight)
         if bias:
             torch.nn.init.zeros_(self.bias)
-        for parameter in self.parameters():
-            # Megatron then sums the gradients over the ranks, which see different rows.
-            parameter.sequence_parallel = config.sequence_parallel
+        _mark_for_sequence_parallelism(self, config)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """``[..., input_size]`` to ``[..., output_size]``, and None, as no bias is left to add."""
@@ -197,11 +203,11 @@ class HostDotProductAttention(DotProductAttention):
 
     def __init__(
         self,
-        config: Any,
-        *args: Any,
+        config: TransformerConfig,
+        *args: object,
         k_channels: int | None = None,
         v_channels: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         # The stock constructor reads this setting only to refuse context parallelism.
         alone = copy.copy(config)
@@ -218,9 +224,9 @@ class HostDotProductAttention(DotProductAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *args: Any,
+        *args: object,
         packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` (rows of this rank) to ``[S, B, H * V]``.
 
@@ -235,9 +241,10 @@ class HostDotProductAttention(DotProductAttention):
             return torch.cat(documents).squeeze(1)
         return self._attend(query, key, value, *args, **kwargs)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
         if not self._uses_sdpa:
-            return super().forward(query, key, value, *args, **kwargs)
+            context: Tensor = super().forward(query, key, value, *args, **kwargs)
+            return context
         group = self.pg_collection.cp
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
         key, value = gather_sequence(key, group), gather_sequence(value, group)

@@ -13,12 +13,12 @@ import os
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.data.dataloader as dataloader
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from megatron_ampipe.runtime.collectives import Transfer, send_receive
 
@@ -33,7 +33,7 @@ TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zero
 _CPU = torch.device("cpu")
 
 
-def _always(value: Any) -> Callable[..., Any]:
+def _always[Value](value: Value) -> Callable[..., Value]:
     """A new function that returns ``value``; new each time, as torch.compile has one rule per function."""
     return lambda *_args, **_kwargs: value
 
@@ -57,6 +57,11 @@ class HostStream:
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         return event if event is not None else HostEvent()
+
+
+def _itself[Value](value: Value, *_args: object, **_kwargs: object) -> Value:
+    """A method that returns the object it is called on."""
+    return value
 
 
 def get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
@@ -90,7 +95,8 @@ def install_all_to_all() -> None:
     """Replace ``torch.distributed.all_to_all_single``, which all callers look up at each call."""
     global _exchanges
     if not _exchanges:
-        _exchanges, dist.all_to_all_single = True, _all_to_all_single
+        _exchanges = True
+        dist.all_to_all_single = _all_to_all_single  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -101,7 +107,7 @@ def _all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-) -> Any:
+) -> Transfer | None:
     """As ``torch.distributed.all_to_all_single``. Split sizes of sender and receiver must agree."""
     group = group or dist.group.WORLD
     assert group is not None
@@ -147,16 +153,20 @@ def _install_cuda() -> None:
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
+    random_state = {
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
+    }
     for namespace in (torch.cuda, torch.cuda.random):
-        namespace.get_rng_state = get_rng_state
-        namespace.set_rng_state = set_rng_state
-        namespace.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+        for name, replacement in random_state.items():
+            setattr(namespace, name, replacement)
     # nvtx_range_push and nvtx_range_pop of megatron.core.utils.
     torch.cuda.nvtx.range_push = _always(None)
     torch.cuda.nvtx.range_pop = _always(None)
 
 
-def _to_host(device: Any) -> Any:
+def _to_host(device: object) -> object:
     """The host device that replaces ``device``."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
@@ -166,11 +176,11 @@ def _to_host(device: Any) -> Any:
     return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
 
 
-def _with_host_device(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_host_device[Output](function: Callable[..., Output]) -> Callable[..., Output]:
     """Wrap a function to use the host as device; a ``TorchFunctionMode`` would miss other threads."""
 
     @functools.wraps(function)
-    def on_host(*args: Any, **kwargs: Any) -> Any:
+    def on_host(*args: object, **kwargs: object) -> Output:
         if "device" in kwargs:
             kwargs["device"] = _to_host(kwargs["device"])
         # torch refuses to pin memory if there is no accelerator.
@@ -190,28 +200,33 @@ def _install_devices() -> None:
         setattr(torch, name, _with_host_device(getattr(torch, name)))
     for name in TENSOR_FACTORIES:
         setattr(torch.Tensor, name, _with_host_device(getattr(torch.Tensor, name)))
-    tensor_to, tensor_type = _with_host_device(torch.Tensor.to), torch.Tensor.type
+    tensor_to: Callable[..., Tensor] = _with_host_device(Tensor.to)
+    tensor_type: Callable[..., object] = Tensor.type
 
     @functools.wraps(tensor_to)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: Tensor, *args: object, **kwargs: object) -> Tensor:
         return tensor_to(self, *map(_to_host, args[:1]), *args[1:], **kwargs)
 
     @functools.wraps(tensor_type)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: Tensor, *args: object, **kwargs: object) -> object:
         converted = tensor_type(self, *args, **kwargs)
         return converted.replace("torch.", "torch.cuda.", 1) if isinstance(converted, str) else converted
 
-    torch.Tensor.to = to
-    # clip_grads and both mixed-precision optimizers accept only 'torch.cuda.FloatTensor' and the like.
-    torch.Tensor.type = type_
-    # Batches, checkpoint shards, loss scalers.
-    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
+    methods = {
+        "to": to,
+        # clip_grads and both mixed-precision optimizers accept only 'torch.cuda.FloatTensor' and the like.
+        "type": type_,
+        # Batches, checkpoint shards, loss scalers.
+        "cuda": _itself,
+        # MTP, shared experts and the 1F1B overlap mark tensors as used by a stream.
+        "record_stream": _always(None),
+        # Host buffers of the optimizer and of asynchronous checkpoints.
+        "pin_memory": _itself,
+    }
+    for name, method in methods.items():
+        setattr(Tensor, name, method)
     # get_model moves the module to the GPU.
-    torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self
-    # MTP, shared experts and the 1F1B overlap mark tensors as used by a stream.
-    torch.Tensor.record_stream = lambda self, _stream: None
-    # Host buffers of the optimizer and of asynchronous checkpoints.
-    torch.Tensor.pin_memory = lambda self, *_args, **_kwargs: self
+    torch.nn.Module.cuda = _itself  # type: ignore[assignment, method-assign]
 
 
 def _keep_device_state_over_iterator() -> None:
@@ -223,11 +238,13 @@ def _keep_device_state_over_iterator() -> None:
     create = dataloader._BaseDataLoaderIter.__init__
 
     @functools.wraps(create)
-    def create_on_host(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+    def create_on_host(
+        self: dataloader._BaseDataLoaderIter, loader: DataLoader[object], *args: object, **kwargs: object
+    ) -> None:
         state = torch.get_rng_state()
         # Megatron requests pinned memory; torch warns about that if there is no accelerator.
         loader.pin_memory = False
         create(self, loader, *args, **kwargs)
         torch.set_rng_state(state)
 
-    dataloader._BaseDataLoaderIter.__init__ = create_on_host
+    dataloader._BaseDataLoaderIter.__init__ = create_on_host  # type: ignore[method-assign]

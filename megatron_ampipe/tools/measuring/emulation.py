@@ -65,7 +65,7 @@ class Emulation:
 
     def gather_counts(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> _InTurn | None:
+    ) -> SequentialWork | None:
         """Replaces ``all_gather_into_tensor``: makes the counts of every emulated peer from this rank's.
 
         ``input`` is ``[chunks * experts]``, ``output`` ``[ranks * chunks * experts]``.
@@ -106,7 +106,7 @@ def install(link: Link, *, on_cuda: bool, emulates_peers: bool) -> Emulation:
         input_split_sizes: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> _InTurn | None:
+    ) -> SequentialWork | None:
         group = _or_world(group)
         splits = _as_list(output_split_sizes), _as_list(input_split_sizes)
         received = _foreign_bytes(output, splits[0], group)
@@ -126,7 +126,7 @@ def install(link: Link, *, on_cuda: bool, emulates_peers: bool) -> Emulation:
         input_tensor: Tensor,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> dist.Work | _InTurn | None:
+    ) -> dist.Work | SequentialWork | None:
         if input_tensor.is_floating_point():
             return gather(output_tensor, input_tensor, group=group, async_op=async_op)
         work = gather(output_tensor, input_tensor, group=group, async_op=True)
@@ -178,7 +178,7 @@ def mirror(
     torch.neg(input[own:], out=output[own:])
 
 
-class _InTurn:
+class SequentialWork:
     """A handle whose first wait calls these functions in order. The times of several handles add up."""
 
     def __init__(self, works: Sequence[Callable[[], object]]) -> None:
@@ -191,9 +191,9 @@ class _InTurn:
         return True
 
 
-def _handle(works: Sequence[Callable[[], object]], async_op: bool) -> _InTurn | None:
+def _handle(works: Sequence[Callable[[], object]], async_op: bool) -> SequentialWork | None:
     """The handle of these works; None if they are done at once."""
-    handle = _InTurn(works)
+    handle = SequentialWork(works)
     if async_op:
         return handle
     handle.wait()

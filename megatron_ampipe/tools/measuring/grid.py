@@ -110,7 +110,8 @@ def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
 def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block:
     """The block as the planner needs it: no router losses, as :mod:`.blocks` builds it."""
     # It imports pydantic, which ranks that only time layers do not need.
-    from megatron_ampipe.plan.model_file import ModelFile, block_of
+    from megatron_ampipe.plan.model_block import block_of
+    from megatron_ampipe.plan.model_file import ModelFile
 
     flags = model_flags(case, num_ranks=num_ranks) | {
         "seq-length": case.sequence_length,

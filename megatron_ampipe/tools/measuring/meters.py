@@ -87,7 +87,7 @@ class StageTimer:
             if stage.is_communication and not stage.kind.copies:
                 barrier(on_cuda=on_cuda)
                 if self._saved_bytes and not is_first:
-                    _spend(self._saved_bytes, self._ranks_per_node)
+                    _use_up_burst(self._saved_bytes, self._ranks_per_node)
                 is_first = False
                 apart_s += time.perf_counter() - begin_s
             if on_cuda:
@@ -166,7 +166,7 @@ def barrier(*, on_cuda: bool) -> None:
         torch.cuda.synchronize()
 
 
-def _spend(saved_bytes: int, ranks_per_node: int | None) -> None:
+def _use_up_burst(saved_bytes: int, ranks_per_node: int | None) -> None:
     """Use up the burst of every link: send twice as many bytes, so the second half is sent at its rate."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     neighbours = [((rank + 1) % ranks, (rank - 1) % ranks)]
