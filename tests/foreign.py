@@ -93,6 +93,10 @@ ON_OBJECTS = {
     ("launch/partners.py", "build_schedule_plan"): ("core.models.gpt.GPTModel",),
     # Of modules inside a block.
     ("exchange/flex.py", "_indices_to_multihot"): ("core.transformer.moe.token_dispatcher._DeepepManager",),
+    ("layers/fixed_experts.py", "forward"): (
+        "core.tensor_parallel.layers.ColumnParallelLinear",
+        "core.tensor_parallel.layers.RowParallelLinear",
+    ),
     ("layers/chunk_attention.py", "forward"): ("core.transformer.dot_product_attention.DotProductAttention",),
 }
 """The owners, in Megatron, of a function that is replaced in an object, by file and name."""
@@ -105,6 +109,7 @@ BY_VARIABLE = {
 """The names that are replaced by a loop over names, by file and module of Megatron."""
 OTHER_ATTRIBUTES = {
     # Of records of this package that another file declares.
+    ("launch/fixed_rows.py", "is_active"),
     ("runtime/graph_set.py", "parameters"),
     ("runtime/steps.py", "values"),
     # Of argparse, of torch.cuda, and a field of a layer specification.

@@ -157,3 +157,17 @@ def test_a_training_loop_that_nobody_watches_is_refused() -> None:
     _, ours = build_layers(case)
     with pytest.raises(BadInput, match="does not run Megatron's train_step"):
         run(ours, case)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("path", ["", "local_experts.0", "local_experts.1.linear_fc2"])
+def test_a_hook_inside_of_the_experts_is_refused(path: str) -> None:
+    from megatron_ampipe.errors import BadInput
+    from tests.dist.blocks import build_layers, run
+
+    (case,) = (one for one in FIXED_ROWS if one.name == "fixed-ep1")
+    _, ours = build_layers(case)
+    fixed_rows_of(ours).is_watched = True
+    ours.mlp.experts.get_submodule(path).register_forward_hook(lambda *_: None)
+    with pytest.raises(BadInput, match=r"hook of mlp\.experts"):
+        run(ours, case)
