@@ -93,10 +93,6 @@ ON_OBJECTS = {
     ("launch/partners.py", "build_schedule_plan"): ("core.models.gpt.GPTModel",),
     # Of modules inside a block.
     ("exchange/flex.py", "_indices_to_multihot"): ("core.transformer.moe.token_dispatcher._DeepepManager",),
-    ("layers/fixed_experts.py", "forward"): (
-        "core.tensor_parallel.layers.ColumnParallelLinear",
-        "core.tensor_parallel.layers.RowParallelLinear",
-    ),
     ("layers/chunk_attention.py", "forward"): ("core.transformer.dot_product_attention.DotProductAttention",),
 }
 """The owners, in Megatron, of a function that is replaced in an object, by file and name."""
@@ -110,6 +106,8 @@ BY_VARIABLE = {
 OTHER_ATTRIBUTES = {
     # Of records of this package that another file declares.
     ("launch/fixed_rows.py", "is_active"),
+    # Of Megatron's linear layers, whose forward is in MIRRORED of tests/internals.py.
+    ("layers/fixed_experts.py", "forward"),
     ("runtime/graph_set.py", "parameters"),
     ("runtime/steps.py", "values"),
     # Of argparse, of torch.cuda, and a field of a layer specification.
