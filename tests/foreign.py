@@ -110,9 +110,8 @@ OTHER_ATTRIBUTES = {
     ("layers/fixed_experts.py", "forward"),
     ("runtime/graph_set.py", "parameters"),
     ("runtime/steps.py", "values"),
-    # Of argparse, of torch.cuda, and a field of a layer specification.
+    # Of argparse, and a field of a layer specification.
     ("launch/ending.py", "error"),
-    ("launch/host/torch_calls.py", "get_rng_state"),
     ("tools/measuring/blocks.py", "core_attention"),
 }
 """Assigned attributes, by file and name, that only share their name with a function of Megatron."""

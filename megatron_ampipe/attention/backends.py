@@ -52,7 +52,10 @@ def sdpa(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``, with torch's bottom-right bias if no window."""
+    """``torch.nn.functional.scaled_dot_product_attention``, with torch's bottom-right bias if no window.
+
+    The parameters are those of every :data:`SpanFunction`.
+    """
     bias: Tensor
     if sinks is not None:
         bias = _bias_with_sink(visible_keys(query, key, window), sinks)

@@ -126,6 +126,7 @@ class _PiecesContext(Protocol):
 class AttentionInPieces(torch.autograd.Function):
     """Attention of all spans of a chunk, ``(query, key, value, kernel, spans, scale, add)``.
 
+    ``forward`` has a parameter for each argument of ``apply``, as autograd calls it.
     Returns ``[R, B, H * V]``. The backward uses the merged output and log-sum-exp for every piece, so the sum
     is exact. With ``add``, gradients of keys and values are only added there.
     """

@@ -81,6 +81,8 @@ class HostSplits(NamedTuple):
 
     num_prepared: int
     """``M``, the number of rows that are allocated."""
+    num_spare: int
+    """Number of these rows that are not sent, which are the last ones."""
     transport: RowTransport
     """The exchange between expert-parallel ranks, or the first of two hops."""
     hop: SortHop | SumHop | None
@@ -189,9 +191,9 @@ class AllToAllChunk:
 
     @property
     def num_spare(self) -> int:
-        """Number of spare rows, which are the last ones and are not sent; valid after :meth:`transport`."""
+        """See :attr:`HostSplits.num_spare`; valid after :meth:`transport`."""
         assert self.splits is not None
-        return self.splits.num_prepared - sum(self.splits.transport.input_splits)
+        return self.splits.num_spare
 
     def _read(self, gathered: HostCopy) -> HostSplits:
         """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
@@ -225,6 +227,7 @@ class AllToAllChunk:
             pieces = self._pieces(by_source, gathered)
         return HostSplits(
             num_prepared=self._packed.num_rows,
+            num_spare=self._packed.num_rows - sum(transport.input_splits),
             transport=transport,
             hop=hop,
             gather=gather,

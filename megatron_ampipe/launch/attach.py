@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
+from megatron_ampipe.errors import global_rank
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.files import outputs
@@ -22,7 +22,8 @@ from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.launch.partners import PartneredSteps
 from megatron_ampipe.launch.recording import Recording, RoutingRecording
 from megatron_ampipe.launch.run import Run
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
@@ -109,7 +110,7 @@ def _record_routing(run: Run, context: AMPipeContext | None, hooks: Hooks) -> No
     """Add the hook of ``--ampipe-routing-dir``; raises :class:`BadInput` for a folder that it cannot use."""
     folder = run.settings.routing_dir
     assert folder is not None
-    if int(os.environ.get("RANK", "0")) == 0:
+    if global_rank() == 0:
         flag = SETTING["routing_dir"].flag
         outputs.check_folder(Path(folder).absolute(), flag=flag, value=Path(folder))
     hooks.add(RoutingRecording(run.resolved_environment, run.settings, context))

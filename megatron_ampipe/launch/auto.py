@@ -9,7 +9,6 @@ plans are compared between ranks. After a choice, only the input shape is reduce
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.errors import RunFailed, global_rank
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.planned import saved_form
 from megatron_ampipe.launch.run import Run
@@ -198,7 +197,7 @@ def require_agreement(pipeline: Pipeline) -> None:
 
 def print_on_first_rank(line: str) -> None:
     """Print a line to the log, on rank 0."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if global_rank() == 0:
         print(f"AMPipe: {line}", flush=True)
 
 
@@ -217,7 +216,7 @@ def save_choice(run: Run, shape: Shape, choice: Plan) -> None:
     """
     path = run.settings.save_plan
     is_of_flags = shape == run.resolved_environment.shape
-    if path is None or not is_of_flags or int(os.environ.get("RANK", "0")) != 0:
+    if path is None or not is_of_flags or global_rank() != 0:
         return
     try:
         head = "chosen by --ampipe-degree auto; for --ampipe-plan FILE"

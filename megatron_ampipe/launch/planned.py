@@ -17,7 +17,7 @@ from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import Planner, Shape
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.kept import Kept, by_work, fitting, simulated
+from megatron_ampipe.plan.kept import MemoryPrediction, by_work, fitting, simulated
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model_block import StageLayers
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
@@ -167,7 +167,9 @@ def choose_memory(run: Run, layers: StageLayers, cluster: Cluster | None, *, pas
     peak = _peak_of(block, pipeline, layers, passes=passes, ahead=ahead)
     if cluster is None:
         compared = "the least work done again"
-        combinations = [Kept(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)]
+        combinations = [
+            MemoryPrediction(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)
+        ]
     else:
         compared = f"the fastest by {run.settings.cluster}"
         shares = run.resolved_environment.boundary(pipeline) is None
@@ -184,7 +186,7 @@ def choose_memory(run: Run, layers: StageLayers, cluster: Cluster | None, *, pas
     )
 
 
-def _too_small(budget: str, combinations: list[Kept]) -> BadInput:
+def _too_small(budget: str, combinations: list[MemoryPrediction]) -> BadInput:
     """The error for a budget that no combination fits."""
     least = min(combinations, key=lambda each: each.peak_bytes)
     needed = size_to_text(least.peak_bytes)
@@ -197,7 +199,7 @@ def _too_small(budget: str, combinations: list[Kept]) -> BadInput:
     )
 
 
-def _sizes(chosen: Kept, combinations: list[Kept]) -> str:
+def _sizes(chosen: MemoryPrediction, combinations: list[MemoryPrediction]) -> str:
     """The predicted peak of the chosen combination, next to those of the strategies for all chunks."""
     by_name = {each.memory: each for each in combinations}
     names = [name for name in STRATEGIES if name in by_name and name != chosen.memory]

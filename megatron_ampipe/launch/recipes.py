@@ -157,7 +157,7 @@ def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Call
 
 def _check_patches_of_mcore_bridge(transformer: TransformerConfig, context: AMPipeContext) -> None:
     """Refuse changes of ms-swift's models to Megatron's layers that pipelined layers would not do."""
-    from megatron_ampipe.layers.context import DocumentReader
+    from megatron_ampipe.layers.documents import DocumentReader
 
     if getattr(transformer, "mlp_padding_free", False):
         rule = "padding would be routed to experts: the layer's method that leaves it out is not called"

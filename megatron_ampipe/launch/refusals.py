@@ -24,13 +24,14 @@ from megatron_ampipe.launch.environment import (
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, Saved, chunk_strategies
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import (
-    FP8_TILES,
     OTHER_FP8_RECIPE,
+    PACKED_WITH_CONTEXT,
     WEIGHTS_TOGETHER,
     balances,
     expert_tensor_ranks,
     fp8_recipe,
     has_capacity,
+    has_other_fp8_recipe,
     rows_of_tile,
     splits_weights,
 )
@@ -450,7 +451,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--context-parallel-size",
-        "chunks of packed documents are not supported with context parallelism yet",
+        PACKED_WITH_CONTEXT,
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
         lambda args: (
             args.context_parallel_size > 1 and _with(args, "--context-parallel-size", _documents(args))
@@ -500,7 +501,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--fp8-recipe",
         *OTHER_FP8_RECIPE,
-        lambda args: fp8_recipe(args) not in (None, *FP8_TILES) and fp8_recipe(args),
+        lambda args: has_other_fp8_recipe(args) and fp8_recipe(args),
     ),
     Refusal("--fp4-format", "4-bit training is not supported yet", "Use --fp8-format e4m3, or --bf16."),
     Refusal(

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import functools
 import inspect
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.layout import misfit
-from megatron_ampipe.errors import AMPipeError, BadInput
+from megatron_ampipe.errors import AMPipeError, BadInput, global_rank
 from megatron_ampipe.launch import config_files, flags, host
 from megatron_ampipe.launch.ending import (
     end_with,
@@ -264,7 +263,7 @@ class TrainingSession:
         notes = [] if warning is None else [("warning", "checkpoints", warning)]
         self.context = attach(self.run, self._hooks, notes=notes)
         self._hooks.install(pipelined=self.context is not None)
-        if is_active and int(os.environ.get("RANK", "0")) == 0:
+        if is_active and global_rank() == 0:
             self._write_record()
         return validated
 

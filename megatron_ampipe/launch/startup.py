@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import AUTO
+from megatron_ampipe.errors import global_rank
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import candidates
@@ -39,7 +40,7 @@ _NOTHING_TO_HIDE = (
 
 def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> None:
     """Print on rank 0 what this run does, and which flags were added or changed, with the reasons."""
-    if int(os.environ.get("RANK", "0")) != 0:
+    if global_rank() != 0:
         return
     table = Table(title=TITLE, title_justify="left", show_header=False)
     table.add_column("setting", no_wrap=True)
@@ -55,7 +56,7 @@ def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> 
 
 def print_end(pipeline: Pipeline) -> None:
     """Print on rank 0, at the end of a run, how it was pipelined, and where the table says more."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if global_rank() == 0:
         print(f"AMPipe: {pipeline}. The reasons are in the table '{TITLE}' near the start of this output.")
 
 

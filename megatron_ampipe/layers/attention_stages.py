@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.exchange.transports import exchange_sequence_rows
-from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
 from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.chunk_attention import project_qkv
 from megatron_ampipe.layers.linear_layers import transfers_apart
+from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.saved_tensors import DroppedOutput, RecomputedTensors
 from megatron_ampipe.runtime.segment import KeyValueSums
@@ -26,20 +26,20 @@ from megatron_ampipe.schedule import Direction, kinds
 # S sequence rows, B batch, D hidden size, H heads, G key/value heads, C head size of keys, V of values.
 
 
-def _read_by_qkv(block: BlockModules) -> list[Module]:
+def _read_by_qkv(block: ReadBlock) -> list[Module]:
     others = ("core_attention", "linear_proj")
     layer = block.attention_layer
     projection = [module for name, module in layer.self_attention.named_children() if name not in others]
     return [layer.input_layernorm, *projection]
 
 
-def _read_by_attention(block: BlockModules) -> list[Module]:
+def _read_by_attention(block: ReadBlock) -> list[Module]:
     attention = block.attention_layer.self_attention
     norm = [] if block.scatters_rows else [block.moe_layer.pre_mlp_layernorm]
     return [attention.core_attention, attention.linear_proj, *norm]
 
 
-def _read_by_add_norm(block: BlockModules) -> list[Module | Parameter | None]:
+def _read_by_add_norm(block: ReadBlock) -> list[Module | Parameter | None]:
     if not block.attends:
         return [block.moe_layer.pre_mlp_layernorm]
     # The bias is added after the reduce-scatter, so only once.
@@ -111,7 +111,10 @@ def attend_backward(
     *,
     sums: KeyValueSums,
 ) -> Sequence[Tensor | None]:
-    """The gradients of the inputs of :func:`attend`. Step 0, the last to run, gives those of the queries."""
+    """The gradients of the inputs of :func:`attend`. Step 0, the last to run, gives those of the queries.
+
+    The parameters are those of every backward function of a stage (``runtime.segment``).
+    """
     query_gradient = state.ring.differentiate(step, chunk, gradient, key, value, sums)
     if query_gradient is None:
         return None, None, None, gradient

@@ -6,13 +6,11 @@ In a GPT both are one ``TransformerLayer``; in a hybrid model they are two. ``Bl
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
@@ -24,18 +22,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import TRANSFORMER_ENGINE, choose_kernel
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
-from megatron_ampipe.exchange.flex import FlexChunk
-from megatron_ampipe.exchange.hops import node_groups
-from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
+from megatron_ampipe.layers import precision
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.fixed_experts import require_local_experts
-from megatron_ampipe.layers.linear_layers import Products, delay_wgrad, expert_products, linears_of
+from megatron_ampipe.layers.dispatchers import Dispatcher, make_dispatcher, make_fixed_dispatcher
+from megatron_ampipe.layers.documents import check_packing
+from megatron_ampipe.layers.linear_layers import (
+    Products,
+    delay_wgrad,
+    expert_products,
+    linears_of,
+    refuse_overwritten_gradients,
+)
 from megatron_ampipe.layers.process_groups import possible_exchanges, row_group
+from megatron_ampipe.layers.stage_functions import FUNCTIONS, bound_to_step
 from megatron_ampipe.layers.user_changes import UserChanges
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.groups import made_group
@@ -54,46 +56,10 @@ from megatron_ampipe.schedule import (
     with_exchange,
 )
 from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.features import (
-    FP8_TILES,
-    OTHER_FP8_RECIPE,
-    WEIGHTS_TOGETHER,
-    features_of_settings,
-    fp8_recipe,
-)
+from megatron_ampipe.schedule.features import WEIGHTS_TOGETHER, features_of_settings
 
-Tensors = Sequence[Sequence[Tensor]]
-"""The tensors that a transfer sends, by chunk."""
 _OF_ATTENTION = frozenset({kinds.INPUT_NORM, kinds.QKV, kinds.ATTENTION, kinds.ADD_NORM})
 """Computed kinds that run modules of the attention layer."""
-Reads = Callable[["BlockModules"], Iterable[Module | Parameter | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class StageFunction:
-    """The function of a kind, see :class:`~megatron_ampipe.runtime.block_functions.BlockFunctions`."""
-
-    run: Function
-    reads: Reads = lambda _: ()
-    """Gives the modules of a block that the function calls, and the parameters that it reads directly."""
-    backward: Function | None = None
-    """The backward function of a kind with ``own_backward``; None if autograd differentiates ``run``."""
-    graph: str | None = None
-    """The value of Megatron's ``--cuda-graph-modules`` that has the stage captured; None: never."""
-
-
-FUNCTIONS: dict[StageKind, StageFunction] = {}
-"""The function of each kind. The function of a computed kind with steps takes the step's index first."""
-
-
-def runs[F: Function](*stage_kinds: StageKind, **fields: Any) -> Callable[[F], F]:
-    """Register a function for these kinds; ``fields`` are the other fields of its :class:`StageFunction`."""
-
-    def register(function: F) -> F:
-        FUNCTIONS.update(dict.fromkeys(stage_kinds, StageFunction(function, **fields)))
-        return function
-
-    return register
 
 
 class BlockModules:
@@ -126,12 +92,10 @@ class BlockModules:
             {*self.config.recompute_modules} if self.config.recompute_granularity == "selective" else set()
         )
         """Megatron's names of the modules that are recomputed in the backward pass."""
+        precision.check_recipe(self.config)
         if self.attends and "mla_up_proj" in self._recomputes:
             attention_layer.self_attention.recompute_up_proj = False
         self._recompute = self._requested_recompute(full=recomputed)
-        if fp8_recipe(self.config) not in (None, *FP8_TILES):
-            rule, remedy = OTHER_FP8_RECIPE
-            raise BadInput("--fp8-recipe", fp8_recipe(self.config), rule=rule, remedy=remedy)
         # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
         """Gives the dispatcher of an :class:`~megatron_ampipe.schedule.Exchange`; each chunk copies it."""
@@ -161,38 +125,10 @@ class BlockModules:
             pre_mlp_norm=bool(self.moe_layer.recompute_pre_mlp_layernorm),
         )
 
-    def _make_dispatcher(self, exchange: Exchange) -> AllToAllChunk | AllGatherChunk | FlexChunk:
-        groups, name = self.moe_layer.pg_collection, self.config.moe_token_dispatcher_type
-        local = self.moe.num_local_experts, self.moe.local_expert_indices
-        if name != "alltoall":
-            kind = FlexChunk if name == "flex" else AllGatherChunk
-            chunk = kind(*local, config=self.config, pg_collection=groups)
-            if getattr(self.config, "moe_expert_rank_capacity_factor", None) is not None:
-                assert isinstance(chunk, FlexChunk)
-                chunk.share_budget(self.moe.token_dispatcher)
-            return chunk
-        nodes = None
-        if exchange.has_two_hops:
-            between, within = node_groups(groups.ep, self.context.settings.ranks_per_node)
-            nodes = made_group(between), made_group(within)
+    def _make_dispatcher(self, exchange: Exchange) -> Dispatcher:
         if self.context.fixed_rows is not None:
-            require_local_experts(self.moe.experts)
-            fixed = FixedRowsChunk(
-                *local,
-                config=self.config,
-                pg_collection=groups,
-                has_fixed_choices=self.moe.router.has_stock_routing,
-            )
-            fixed.share(self.context.fixed_rows)
-            return fixed
-        return AllToAllChunk(
-            *local,
-            config=self.config,
-            pg_collection=groups,
-            dedup_copies=not exchange.sends_every_copy,
-            nodes=nodes,
-            has_fixed_choices=self.moe.router.has_stock_routing,
-        )
+            return make_fixed_dispatcher(self.moe_layer, self.context.fixed_rows)
+        return make_dispatcher(self.moe_layer, exchange, self.context.settings.ranks_per_node)
 
     def _make_attention(self, on_gpu: bool, documents: bool) -> ChunkAttention:
         attention = self.attention_layer.self_attention
@@ -289,29 +225,21 @@ class BlockModules:
             or self.context.gate
         )
 
-    def run(self, kind: StageKind) -> Function:
+    def function_of(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
-        function = _bound(FUNCTIONS[kind.row].run, kind)
+        function = bound_to_step(FUNCTIONS[kind.row].run, kind)
         layer = self.attention_layer if kind.row in _OF_ATTENTION else self.moe_layer
         return self.in_precision(function, layer) if kind.lane.computes else function
 
     def in_precision(self, function: Function, layer: TransformerLayer) -> Function:
         """Wrap a function of a layer so that every call of it runs in the precision of that layer."""
-        if not self.config.fp8:
-            return function
-        number = -1 if layer.is_mtp_layer else layer.layer_number - 1
-
-        def run(*args: object, **kwargs: object) -> object:
-            with compat.precision_of(self.config, number):
-                return function(*args, **kwargs)
-
-        return run
+        return precision.in_precision(function, layer) if self.config.fp8 else function
 
     def differentiate(self, kind: StageKind) -> Function:
         """See ``BlockFunctions``."""
         backward = FUNCTIONS[kind.row].backward
         assert backward is not None
-        return _bound(backward, kind)
+        return bound_to_step(backward, kind)
 
     def delay_wgrad(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
         """See ``BlockFunctions``."""
@@ -474,12 +402,8 @@ class BlockModules:
         ]
         if missing:
             self._changes.refuse_parameter(missing[0])
-        if self.config.gradient_accumulation_fusion and any(
-            getattr(parameter, "overwrite_main_grad", False) for parameter in used
-        ):
-            rule = "with Megatron-FSDP, a fused product overwrites what earlier chunks have added"
-            remedy = "Use --no-gradient-accumulation-fusion."
-            raise BadInput("gradient_accumulation_fusion", True, rule=rule, remedy=remedy)
+        if self.config.gradient_accumulation_fusion:
+            refuse_overwritten_gradients(used)
         return BlockParameters(
             tuple(parameter for parameter, is_early in used.items() if is_early),
             tuple(parameter for parameter, is_early in used.items() if not is_early),
@@ -506,11 +430,8 @@ class BlockModules:
     ) -> Documents | None:
         """The documents of a micro-batch, from the arguments that Megatron passes to the layer."""
         layer = self.attention_layer
-        if packing is not None and (context := layer.pg_collection.cp.size()) > 1:
-            # A launch refuses the flags at start-up; other programs only show here that they pack.
-            rule = "chunks of packed documents are not supported with context parallelism yet"
-            remedy = "Use one context-parallel rank, or sequences that are not packed."
-            raise BadInput("context_parallel_size", context, rule=rule, remedy=remedy)
+        if packing is not None:
+            check_packing(context_ranks=layer.pg_collection.cp.size())
         ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
         return self.context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
 
@@ -532,25 +453,10 @@ class BlockModules:
         return apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
 
     def begin_micro_batch(self) -> None:
-        """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
-
-        After a forward with ``is_first_microbatch``, Megatron's wrappers overwrite ``main_grad`` in its
-        backward. That would be chunk 0, which is differentiated last. Adding is correct, as Megatron zeroes
-        ``main_grad`` before every iteration. The mark also requests quantized weights, which is done here.
-        """
-        for module in self._linear_layers_of_te:
-            if module.is_first_microbatch:
-                module.is_first_microbatch = False
-                if self.config.fp8:
-                    compat.forget_quantized_weights(module)
+        """Let linear layers add gradients of weights, see :func:`.precision.begin_micro_batch`."""
+        if self._linear_layers_of_te:
+            precision.begin_micro_batch(self._linear_layers_of_te, fp8=bool(self.config.fp8))
 
     @cached_property
-    def _linear_layers_of_te(self) -> tuple[Any, ...]:
-        modules = (module for part in self._parts for module in part.modules())
-        return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
-
-
-def _bound(function: Function, kind: StageKind) -> Function:
-    """The function of ``kind``, bound to its step if the kind is computed in steps."""
-    has_steps = kind.step_of is not None and kind.lane.computes
-    return functools.partial(function, kind.step) if has_steps else function
+    def _linear_layers_of_te(self) -> Sequence[precision.TransformerEngineLinear]:
+        return precision.linear_layers_of_te(self._parts)

@@ -32,7 +32,7 @@ from megatron_ampipe.schedule.features import boundary, rows_of_tile
 # S sequence rows, B batch, D hidden size, R rows of the residual stream on one rank.
 
 
-class LayerRun:
+class ConsecutiveLayers:
     """Consecutive layers that can share schedules; the current pipeline says where it is cut into stacks."""
 
     def __init__(self, context: AMPipeContext) -> None:

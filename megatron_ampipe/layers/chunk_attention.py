@@ -32,9 +32,9 @@ from megatron_ampipe.attention.kernels import KERNELS, TRANSFORMER_ENGINE, Kerne
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.layers.linear_layers import replaced
 from megatron_ampipe.runtime.collectives import copy_to_device
-from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.runtime.saved_tensors import RecomputedTensors
 from megatron_ampipe.runtime.segment import KeyValueSums
+from megatron_ampipe.runtime.slot_ops import take_rows
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.chunks import Documents
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_ampipe.block.hybrid_pattern import runs_of_pairs
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.block_stack import BlockStack, LayerRun
+from megatron_ampipe.layers.block_stack import BlockStack, ConsecutiveLayers
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import (
     ATTENTION,
@@ -94,12 +94,12 @@ class AMPipeHybridStack(HybridStack):
             if isinstance(layer, HybridMoELayer) and layer.block is None:
                 require_class(type(layer.mlp), (MoELayer,), "hybrid MoE layer")
                 layer.block = BlockModules(layer, layer, ampipe)
-                layer.stack = LayerRun(ampipe).add(layer.block)
+                layer.stack = ConsecutiveLayers(ampipe).add(layer.block)
 
 
 def _join(layers: Sequence[TransformerLayer], context: AMPipeContext) -> None:
     """Join each two consecutive layers into a block, and all blocks into one run."""
-    run = LayerRun(context)
+    run = ConsecutiveLayers(context)
     for attention, second in zip(layers[::2], layers[1::2], strict=True):
         # A class that ``pipelined_stack`` has not replaced must be Megatron's.
         if type(attention) is not HybridAttentionLayer:

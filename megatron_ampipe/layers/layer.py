@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.block_stack import LayerRun
+from megatron_ampipe.layers.block_stack import ConsecutiveLayers
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import chunk_router_of
@@ -64,12 +64,12 @@ class AMPipeTransformerLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
         if not shares_schedule_with_previous or self.is_mtp_layer:
-            ampipe.run_being_built = LayerRun(ampipe)
+            ampipe.run_being_built = ConsecutiveLayers(ampipe)
         number = math.inf if self.is_mtp_layer else kwargs.get("layer_number", 1)
         recomputed = number <= ampipe.recomputed_layers
         self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
         run = ampipe.run_being_built
-        assert isinstance(run, LayerRun), "a layer joins a run, and no layer was built before it"
+        assert isinstance(run, ConsecutiveLayers), "a layer joins a run, and no layer was built before it"
         self._stack = run.add(self._block)
 
     def forward(

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.saved_tensors import ExpertTensors
 from megatron_ampipe.runtime.segment import DelayedTensors, WeightProducts
 
@@ -74,6 +75,14 @@ def delay_wgrad(linears: Sequence[Module], products: WeightProducts) -> Abstract
 def transfers_apart(linear: ColumnParallelLinear | RowParallelLinear) -> AbstractContextManager[None]:
     """A context in which a layer does not all-gather its input or reduce-scatter its output."""
     return replaced((linear, "explicit_expert_comm", True))
+
+
+def refuse_overwritten_gradients(parameters: Iterable[Parameter]) -> None:
+    """Raise :class:`BadInput` if a fused product would overwrite a sum of gradients (Megatron-FSDP)."""
+    if any(getattr(parameter, "overwrite_main_grad", False) for parameter in parameters):
+        rule = "with Megatron-FSDP, a fused product overwrites what earlier chunks have added"
+        remedy = "Use --no-gradient-accumulation-fusion."
+        raise BadInput("gradient_accumulation_fusion", True, rule=rule, remedy=remedy)
 
 
 def expert_products(experts: Module) -> Products:

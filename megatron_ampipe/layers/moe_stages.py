@@ -18,13 +18,14 @@ from megatron_ampipe.exchange.codecs import TransferId, WireCodec
 from megatron_ampipe.exchange.fixed_rows import ExpertOffsets
 from megatron_ampipe.exchange.packing import AllToAllChunk, HostSplits
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
-from megatron_ampipe.layers.block_modules import BlockModules, Tensors, runs
+from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.fixed_experts import run_experts
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
+from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.runtime.saved_tensors import ExpertTensors, InnerTensors
+from megatron_ampipe.runtime.slot_ops import take_rows
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
@@ -32,7 +33,7 @@ from megatron_ampipe.schedule import Chunk, Direction, kinds
 _OPPOSITE = {Direction.FORWARD: Direction.BACKWARD, Direction.BACKWARD: Direction.FORWARD}
 
 
-def _read_by_route(block: BlockModules) -> list[Module]:
+def _read_by_route(block: ReadBlock) -> list[Module]:
     router = [] if block.chooses else [block.moe.router]
     return [*router, block.moe.fc1_latent_proj] if block.is_latent else router
 

@@ -7,13 +7,14 @@ assumed time show from where on another plan is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Unpack
 
 from megatron_ampipe.plan.cluster import Cluster, Overhead
-from megatron_ampipe.plan.planner import make_plans
+from megatron_ampipe.plan.planner import PlanOptions, make_plans
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import Pipeline
 
 FACTORS = (1.0, 2.0, 4.0, 8.0)
@@ -49,9 +50,7 @@ def with_host_times(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, host=replace(host, issue=_scaled(host.issue, factor), issue_of=issue_of))
 
 
-def by_host_time(
-    predictor: Predictor, chosen: Pipeline, *, degrees: Sequence[int], **options: Any
-) -> list[HostRow]:
+def by_host_time(predictor: Predictor, chosen: Pipeline, **options: Unpack[PlanOptions]) -> list[HostRow]:
     """The plans for the assumed host and for slower ones, each with the time from which on it is chosen.
 
     Compared are equal chunks in named orders, with the exchange of the chosen plan, so the first row can be
@@ -60,19 +59,21 @@ def by_host_time(
     Args:
         predictor: The predictor of all layers of a pipeline stage.
         chosen: The plan for the assumed host.
-        degrees: The degrees that are compared, up to four chunks.
-        options: Further options of :func:`~.planner.make_plans`.
+        options: The options of :func:`~.planner.make_plans`; of the degrees, those up to four are compared.
     """
     if not predictor.cluster.host.issue.forward_us:
         return []
-    options |= {"full": False, "exchanges": (chosen.exchange,)}
-    options["degrees"] = tuple(degree for degree in degrees if degree in _DEGREES) or tuple(degrees)
-    found: dict[float, HostRow] = {}
+    degrees = options.get("degrees", DEGREES)
+    few_degrees = tuple(degree for degree in degrees if degree in _DEGREES)
+    options["full"] = False
+    options["exchanges"] = (chosen.exchange,)
+    options["degrees"] = few_degrees or degrees
+    rows: dict[float, HostRow] = {}
 
     def row(factor: float) -> HostRow:
-        if factor not in found:
-            found[factor] = _row(predictor, factor, options)
-        return found[factor]
+        if factor not in rows:
+            rows[factor] = _row(predictor, factor, options)
+        return rows[factor]
 
     return list(_changes(row))
 
@@ -94,7 +95,7 @@ def _changes(row: Callable[[float], HostRow]) -> Iterator[HostRow]:
         below = factor
 
 
-def _row(predictor: Predictor, factor: float, options: dict[str, Any]) -> HostRow:
+def _row(predictor: Predictor, factor: float, options: PlanOptions) -> HostRow:
     slower = predictor.on(with_host_times(predictor.cluster, factor))
     plan = make_plans(slower, **options).chosen
     issue = slower.cluster.host.issue

@@ -32,7 +32,7 @@ _ON_DEVICE = tuple(name for name in STRATEGIES if name not in COPYING)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class MemoryPrediction:
     """A combination (as ``Pipeline.memory``), its peak, and the time of a pass (None without a cluster)."""
 
     memory: str
@@ -40,10 +40,10 @@ class Kept:
     time_us: float | None = None
 
 
-def fitting(combinations: Iterable[Kept], limit: float) -> Kept | None:
+def fitting(combinations: Iterable[MemoryPrediction], limit: float) -> MemoryPrediction | None:
     """The fastest combination that fits, the first of equal ones; without times, the first that fits."""
-    fit = [kept for kept in combinations if kept.peak_bytes <= limit]
-    return min(fit, key=lambda kept: kept.time_us or 0.0, default=None)
+    fit = [combination for combination in combinations if combination.peak_bytes <= limit]
+    return min(fit, key=lambda combination: combination.time_us or 0.0, default=None)
 
 
 def by_work(chunks: int) -> list[str]:
@@ -55,7 +55,9 @@ def by_work(chunks: int) -> list[str]:
     return [KEEP, *(memory for pair in pairs for memory in _mixed(*pair, range(chunks)))]
 
 
-def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], float]) -> list[Kept]:
+def simulated(
+    predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], float]
+) -> list[MemoryPrediction]:
     """Combinations for a pipeline of layers that share a schedule, with their simulated times.
 
     Combines every two strategies. Chunks change to the second one in the order of the time that this costs
@@ -79,7 +81,7 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
     }
     pairs = itertools.combinations(names, 2)
     memories = [KEEP, *(memory for pair in pairs for memory in _mixed(*pair, order[pair[1]]))]
-    return [Kept(memory, peak(memory), time_us(memory)) for memory in dict.fromkeys(memories)]
+    return [MemoryPrediction(memory, peak(memory), time_us(memory)) for memory in dict.fromkeys(memories)]
 
 
 def _mixed(before: str, after: str, order: Sequence[int]) -> list[str]:

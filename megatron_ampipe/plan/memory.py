@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.moments import Moment, moments
 from megatron_ampipe.plan.operation_times import (
-    SUM_BYTES,
     Product,
     attention_products,
     mlp_products,
@@ -47,6 +46,7 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.schedule.dataflow import AHEAD
+from megatron_ampipe.schedule.kinds import SUM_BYTES
 from megatron_ampipe.schedule.saved import ExpertsSaved, Saved
 from megatron_ampipe.schedule.stage_kind import StageKind
 

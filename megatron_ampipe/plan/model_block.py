@@ -25,6 +25,7 @@ from megatron_ampipe.schedule.features import (
     OTHER_FP8_RECIPE,
     chooses_at_once,
     fp8_recipe,
+    has_other_fp8_recipe,
     router_has_losses,
     splits_weights,
     uses_ring_attention,
@@ -232,7 +233,7 @@ def _check(model: ModelFile, block: Block, ranks: int | None) -> None:
         broken = misfit(SimpleNamespace(**(unread | model.flags.model_dump(exclude_unset=True))), ranks)
         if broken is not None:
             model.refuse(broken.key.replace("_", "-"), broken.rule, broken.remedy)
-    if fp8_recipe(model.flags) not in (None, *FP8_TILES):
+    if has_other_fp8_recipe(model.flags):
         model.refuse("fp8-recipe", *OTHER_FP8_RECIPE)
     if block.dtype == "fp8" and block.local:
         model.refuse("transformer-impl", "has no FP8", "Use transformer_engine, or leave fp8-format out.")

@@ -114,15 +114,15 @@ def moments(pipeline: Pipeline, features: BlockFeatures, direction: Direction) -
         # Its gradients are received, and then copied next to zeros for rows that were not sent.
         twice |= {kinds.DISPATCH.name}
     between = _between_stages(program, trained, direction, names, twice)
-    found = []
+    all_moments = []
     for position, (_, stage) in enumerate(order):
         if not stage.kind.lane.computes:
             continue
         here = [rows for rows in between if rows.exist_at(position)]
         gathered = sum(rows.giver in _GATHERING for rows in here)
         ended = frozenset(names[:position])
-        found.append(Moment(stage.kind.name, stage.chunk, ended, len(here) - gathered, gathered))
-    return tuple(found)
+        all_moments.append(Moment(stage.kind.name, stage.chunk, ended, len(here) - gathered, gathered))
+    return tuple(all_moments)
 
 
 def _between_stages(
@@ -139,7 +139,7 @@ def _between_stages(
     positions = {name: position for position, name in enumerate(names)}
     ends = _ends_of_transfers(program, positions)
     degree = 1 + max((chunk for _, chunk in names if chunk is not None), default=0)
-    found = []
+    rows = []
     for chunk in range(degree):
         for path in _paths(features.of_chunk(chunk, degree), direction):
             kinds_here = [kind for kind in path if (kind, chunk) in positions]
@@ -150,10 +150,10 @@ def _between_stages(
                 after = places[step + 2] if step + 2 < len(places) else len(names)
                 # A transfer has ended at the latest when the stage after it takes what it has received.
                 end = min(ends[taker], after) if taker in ends else taker
-                found.append(_Rows(giver, places[step], end))
+                rows.append(_Rows(giver, places[step], end))
                 if kinds_here[step + 1] in twice:
-                    found.append(_Rows(giver, taker, end))
-    return found
+                    rows.append(_Rows(giver, taker, end))
+    return rows
 
 
 def _paths(features: BlockFeatures, direction: Direction) -> list[list[str]]:

@@ -16,8 +16,6 @@ from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
 
 GRADIENT_BYTES = 4
 """Bytes of an element in the buffer that is reduced (Megatron's ``grad_reduce_in_fp32``, its default)."""
-SUM_BYTES = 4
-"""Bytes of an element in a sum of gradients."""
 
 
 class Pair(NamedTuple):

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from megatron_ampipe.plan.simulate import NOT_YET, Lanes, TimedProgram, run
 from megatron_ampipe.schedule import Direction, Program
+from megatron_ampipe.schedule.passes import repeat_period
 
 WEIGHTS = tuple(
     weights
@@ -128,14 +129,13 @@ class OrderProblem:
 
     def repeated(self, period: Period) -> Lanes:
         """The order of all stages of the short stack."""
-        lanes: list[list[int]] = [[] for _ in period]
-        for lane, entries in zip(lanes, period, strict=True):
-            relatives = [layer for _, layer in entries]
-            for turn in range(-max(relatives), self.num_layers - min(relatives)):
-                for stage, relative in entries:
-                    if 0 <= turn + relative < self.num_layers:
-                        lane.append(self.numbers[stage][turn + relative])
-        return tuple(map(tuple, lanes))
+        lanes = []
+        for entries in period:
+            # For each entry, the numbers of its stage in all layers.
+            numbers = [self.numbers[stage] for stage, _ in entries]
+            order = repeat_period([layer for _, layer in entries], self.num_layers)
+            lanes.append(tuple([numbers[index][passed] for index, passed in order]))
+        return tuple(lanes)
 
     def time(self, period: Period) -> float:
         """The time of the short stack; infinite if its lanes deadlock."""

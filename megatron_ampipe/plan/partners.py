@@ -5,6 +5,7 @@ The joint order is searched as for a single pass (:mod:`.search`): a period of o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -67,11 +68,15 @@ def best_partners(
         if best is not None and least_us > best.time_us:
             continue
         # Passes with several chunks are listed by default. Of equal ones the first is chosen.
-        named = [partner] if degree > 1 else [partner, replace(partner, order=LISTED)]
-        ways = [_prediction(predictor, way) for way in named]
-        if least_us < min(below_us, *(way.time_us for way in (best, *ways) if way is not None)):
-            ways.append(_searched(predictor, partner))
-        best = min((*(() if best is None else (best,)), *ways), key=lambda way: way.time_us)
+        named = [partner]
+        if degree == 1:
+            named.append(replace(partner, order=LISTED))
+        compared = [] if best is None else [best]
+        compared += [_prediction(predictor, candidate) for candidate in named]
+        fastest_us = min(prediction.time_us for prediction in compared)
+        if least_us < min(below_us, fastest_us):
+            compared.append(_searched(predictor, partner))
+        best = min(compared, key=lambda prediction: prediction.time_us)
     assert best is not None, "there is no row"
     return best
 
@@ -116,23 +121,31 @@ def best_period(timed: TimedProgram) -> Program:
     compiled = timed.compiled
     lane_of = {compiled.stages[place]: lane for lane, places in compiled.lanes for place in places}
     first = megatron_period({stage: lane for stage, lane in lane_of.items() if not stage.layer})
-    problem = _InTime(timed, direction=Direction.BACKWARD)
+    problem = _WeightsWithinALayer(timed, direction=Direction.BACKWARD)
     stages = dict(first.lanes)
     in_lanes = Program.of({lane: stages[lane] for lane, _ in compiled.lanes})
     return problem.program(improve_order(problem, problem.period_of(in_lanes)))
 
 
-class _InTime(OrderProblem):
+class _WeightsWithinALayer(OrderProblem):
     """Limits orders to weight gradients that are at most a layer late, as reductions and memory need them."""
 
     def time(self, period: Period) -> float:
-        turns: dict[bool, list[int]] = {True: [0], False: []}
+        # By how many layers stages are late: those of weight gradients, and the others of the backward pass.
+        latest_weights = 0
+        earliest_other = math.inf
         for lane in period:
-            for number, layer in lane:
+            for number, relative_layer in lane:
                 stage = self.stages[number]
-                if not stage.of_next_microbatch:
-                    turns[stage.kind.weights_of is not None].append(-layer)
-        return NOT_YET if max(turns[True]) > 1 + min(turns[False]) else super().time(period)
+                if stage.of_next_microbatch:
+                    continue
+                if stage.kind.weights_of is not None:
+                    latest_weights = max(latest_weights, -relative_layer)
+                else:
+                    earliest_other = min(earliest_other, -relative_layer)
+        if latest_weights > 1 + earliest_other:
+            return NOT_YET
+        return super().time(period)
 
 
 def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str] | None) -> Timeline:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from megatron_ampipe.plan.block import FLEX_BACKENDS
 from megatron_ampipe.plan.operation_times import ZERO
@@ -136,19 +136,19 @@ def make_plans(
         exchange: _Search(predictor.changed(exchange=exchange), degrees, full, stack, with_partner)
         for exchange in compared_exchanges
     }
-    found: dict[Exchange, Plans] = {}
+    plans_of: dict[Exchange, Plans] = {}
     below_ms = NOT_YET
     # The most promising first, because what is slower in any case is searched less.
     for exchange in sorted(searches, key=lambda exchange: searches[exchange].least_us):
         progress(
             f"{block.dispatcher}, exchange {exchange}" if block.expert > 1 else "one rank for all experts"
         )
-        found[exchange] = searches[exchange].plans(below_ms)
-        below_ms = min(below_ms, found[exchange].step_ms)
-    by_exchange = {exchange: found[exchange].step_ms for exchange in compared_exchanges}
+        plans_of[exchange] = searches[exchange].plans(below_ms)
+        below_ms = min(below_ms, plans_of[exchange].step_ms)
+    by_exchange = {exchange: plans_of[exchange].step_ms for exchange in compared_exchanges}
     # Of equally fast ones, the first that was asked for.
     fastest_exchange = min(by_exchange, key=by_exchange.__getitem__)
-    best = found[fastest_exchange]
+    best = plans_of[fastest_exchange]
     first_ms = by_exchange[compared_exchanges[0]]
     best = replace(best, by_exchange=by_exchange, fewer_bytes=first_ms / best.step_ms)
     if len(by_exchange) == 1:
@@ -187,7 +187,7 @@ def alternatives(predictor: Predictor, **options: Unpack[PlanOptions]) -> dict[s
         BadInput: as :func:`make_plans`.
     """
     block, cluster = predictor.block, predictor.cluster
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, object]] = {}
     if not (block.grouped or block.local or block.local_experts == 1):
         changes[GROUPED] = {"grouped": True}
     if block.expert > 1 and block.dispatcher != "alltoall":

@@ -215,13 +215,23 @@ class Predictor:
 
     def changed(self, **changes: Any) -> Predictor:
         """A predictor of the same layers with other fields of the block."""
-        return self.of_layers(len(self.layers), dense=self._dense, **changes)
+        block = replace(self.block, **changes)
+        return Predictor(
+            block, self.cluster, num_layers=len(self.layers), dense=self._dense, memory=self.memory
+        )
 
     def of_layers(
-        self, num_layers: int, *, dense: Collection[int] = (), memory: str | None = None, **changes: Any
+        self,
+        num_layers: int,
+        *,
+        dense: Collection[int] = (),
+        memory: str | None = None,
+        recomputes: bool | None = None,
     ) -> Predictor:
-        """A predictor of another number of the same blocks; ``changes`` are fields of the block."""
-        block, memory = replace(self.block, **changes), self.memory if memory is None else memory
+        """A predictor of another number of the same blocks, maybe with other memory or recompute."""
+        block = self.block if recomputes is None else replace(self.block, recomputes=recomputes)
+        if memory is None:
+            memory = self.memory
         return Predictor(block, self.cluster, num_layers=num_layers, dense=dense, memory=memory)
 
     def on(self, cluster: Cluster) -> Predictor:

@@ -49,7 +49,7 @@ class BlockFunctions(Protocol):
     def caching_modules(self) -> Sequence[Module]:
         """Modules whose outputs are in a cache, which other calls can empty."""
 
-    def run(self, kind: StageKind) -> Function:
+    def function_of(self, kind: StageKind) -> Function:
         """The function of a kind.
 
         For a communication kind it is called as ``(state, chunks, tensors, direction)``, with the tensors of

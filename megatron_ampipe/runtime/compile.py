@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, Function
 from megatron_ampipe.runtime.gradient_slots import gradients_of
-from megatron_ampipe.runtime.moves import SlotOp, make, make_sums
 from megatron_ampipe.runtime.saved_steps import bind_backward, bind_forward, bind_restoring
 from megatron_ampipe.runtime.segment import WeightProducts
+from megatron_ampipe.runtime.slot_ops import SlotOp, make, make_sums
 from megatron_ampipe.runtime.slots import BlockLayout, SlotNumbers
 from megatron_ampipe.runtime.steps import (
     NOTHING,
@@ -191,7 +191,7 @@ class _Steps:
 
     def _compute(self, stage: Stage, *, backward: bool) -> RunStage:
         kind, block = stage.kind, self._blocks[stage.layer]
-        step = RunStage(stage, block.functions.run(kind))
+        step = RunStage(stage, block.functions.function_of(kind))
         if stage.is_recompute:
             block.make_empty(step, stage.chunk)
         self._bind_values(step, stage.chunk, backward=backward)
@@ -256,7 +256,7 @@ class _Steps:
 
     def _communicate(self, stage: Stage, chunks: Sequence[int | None], *, backward: bool) -> Communicate:
         kind, block = stage.kind, self._blocks[stage.layer]
-        function = block.functions.run(kind)
+        function = block.functions.function_of(kind)
         sends_gradients = backward and not stage.computes_values
         direction = Direction.BACKWARD if sends_gradients else Direction.FORWARD
         step = Communicate(stage, function, chunks, direction)

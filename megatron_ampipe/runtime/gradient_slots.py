@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megatron_ampipe.runtime.moves import (
+from megatron_ampipe.runtime.slot_ops import (
     PendingGrad,
     SlotOp,
     add,

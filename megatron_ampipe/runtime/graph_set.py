@@ -30,7 +30,7 @@ from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions
 from megatron_ampipe.runtime.segment import Segment
-from megatron_ampipe.runtime.steps import Differentiate, Pass, RunStage, Step
+from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, RunStage, Step
 from megatron_ampipe.runtime.tape import Call
 from megatron_ampipe.schedule import Direction, StageKind
 
@@ -145,7 +145,7 @@ class GraphSet:
         self._fused: set[Parameter] = set()
         self._outside: list[tuple[Tensor, Tensor]] = []
         """``BlockState.outside``: the tensors given last, and their static copies."""
-        self._owner: weakref.ref[Pass] | None = None
+        self._owner: weakref.ref[MicroBatchState] | None = None
         # Leaves for captured graphs only: the accumulation nodes of the parameters themselves belong to a
         # stream that is not captured.
         self._leaves = [tuple(map(_leaf, functions.parameters.all)) for functions in plan.functions]
@@ -157,7 +157,7 @@ class GraphSet:
         """Whether no micro-batch uses the set; true also after a pass that was never differentiated."""
         return self._owner is None or self._owner() is None
 
-    def begin(self, state: Pass) -> None:
+    def begin(self, state: MicroBatchState) -> None:
         """Reserve the graphs for a micro-batch."""
         self._owner = weakref.ref(state)
         outside = state.blocks[0].outside
@@ -175,7 +175,7 @@ class GraphSet:
         """Free the graphs; the backward pass of the micro-batch has ended."""
         self._owner = None
 
-    def run_call(self, direction: Direction, call: Call, state: Pass) -> bool:
+    def run_call(self, direction: Direction, call: Call, state: MicroBatchState) -> bool:
         """Run the graph that begins with a call, or nothing if an earlier graph includes it; else False."""
         if call.position in self._plan.inner[direction]:
             return True
@@ -191,7 +191,7 @@ class GraphSet:
         self._finish(captured, state)
         return True
 
-    def _capture(self, run: Run, state: Pass) -> _Captured:
+    def _capture(self, run: Run, state: MicroBatchState) -> _Captured:
         """Capture a run: record its calls without running them."""
         captured = _Captured(torch.cuda.CUDAGraph(), self._modules_of(run))
         _wait_for_parameters(captured.waiting)
@@ -215,7 +215,7 @@ class GraphSet:
             modules.update(dict.fromkeys(functions.stage_modules.get(step.stage.kind, ())))
         return list(modules)
 
-    def _bind_inputs(self, captured: _Captured, run: Run, state: Pass) -> None:
+    def _bind_inputs(self, captured: _Captured, run: Run, state: MicroBatchState) -> None:
         """Replace what the calls read from other calls by static tensors."""
         slots = state.slots
         for slot in run.reads:
@@ -231,7 +231,9 @@ class GraphSet:
             captured.inputs.append((slot, static))
             slots[slot] = static.detach()
 
-    def _keep_results(self, captured: _Captured, before: Mapping[int, object], state: Pass) -> None:
+    def _keep_results(
+        self, captured: _Captured, before: Mapping[int, object], state: MicroBatchState
+    ) -> None:
         """Keep what the calls have left in slots, and the sums of gradients."""
         slots = state.slots
         for slot, value in before.items():
@@ -250,7 +252,7 @@ class GraphSet:
         for _, _, total, _ in captured.sums:
             self._own.add(total)
 
-    def _keep_block_state(self, captured: _Captured, run: Run, state: Pass) -> None:
+    def _keep_block_state(self, captured: _Captured, run: Run, state: MicroBatchState) -> None:
         """Keep what the stages of a forward pass have stored in the state of their block."""
         if not run.is_forward:
             return
@@ -260,7 +262,7 @@ class GraphSet:
             if exported is not None:
                 captured.exported.append((stage.layer, stage.kind, stage.chunk, exported))
 
-    def _record(self, captured: _Captured, run: Run, state: Pass) -> None:
+    def _record(self, captured: _Captured, run: Run, state: MicroBatchState) -> None:
         """Run the calls under capture, and record what they have done with the sums of gradients."""
         trained = self._trained_in(run)
         for (layer, number), parameter in trained.items():
@@ -296,7 +298,7 @@ class GraphSet:
                 trained.update({(layer, number): parameters[number] for number in step.parameters})
         return trained
 
-    def _prepare(self, captured: _Captured, state: Pass) -> None:
+    def _prepare(self, captured: _Captured, state: MicroBatchState) -> None:
         """Do what comes before a replay: wait for parameters, check slots, copy inputs."""
         slots, comm_memory = state.slots, state.comm_memory
         _wait_for_parameters(captured.waiting)
@@ -308,7 +310,7 @@ class GraphSet:
                 comm_memory.record_use([value])
             static.copy_(value)
 
-    def _finish(self, captured: _Captured, state: Pass) -> None:
+    def _finish(self, captured: _Captured, state: MicroBatchState) -> None:
         """Do what comes after a replay: fill slots, set sums of gradients and block state."""
         slots = state.slots
         for slot, value in captured.results:
@@ -335,7 +337,7 @@ class GraphSet:
             yield
 
     @contextlib.contextmanager
-    def _on_leaves(self, state: Pass) -> Iterator[None]:
+    def _on_leaves(self, state: MicroBatchState) -> Iterator[None]:
         """Replace the parameters by the leaves, in modules and in the sums of gradients; restore on exit."""
         replaced: list[tuple[Module, str, Parameter]] = []
         for functions, leaves, sums in zip(self._plan.functions, self._leaves, state.sums, strict=True):

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.block_functions import BlockFunctions
 from megatron_ampipe.runtime.graph_set import CapturePlan, GraphSet, Run
-from megatron_ampipe.runtime.steps import Differentiate, Pass, RunStage
+from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, RunStage
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 
@@ -112,7 +112,7 @@ class TapeGraphs:
         self._sets: list[GraphSet] = []
         self._num_passes = 0
 
-    def begin(self, state: Pass) -> GraphSet | None:
+    def begin(self, state: MicroBatchState) -> GraphSet | None:
         """Get the graphs for a pass that begins; None while warming up."""
         self._num_passes += 1
         if self._warm_up:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from megatron_ampipe.runtime.moves import SlotOp, make
 from megatron_ampipe.runtime.saved_tensors import (
     ActivationTensors,
     DroppedOutput,
@@ -23,9 +22,10 @@ from megatron_ampipe.runtime.saved_tensors import (
     restoring_inner,
     rows_again,
 )
+from megatron_ampipe.runtime.slot_ops import SlotOp, make
 from megatron_ampipe.runtime.slots import BlockLayout
 from megatron_ampipe.runtime.steps import RunStage, Step
-from megatron_ampipe.schedule import ExpertsSaved, Saved, Source, kinds
+from megatron_ampipe.schedule import ExpertsSaved, Saved, Source, StageKind, kinds
 
 
 def bind_forward(step: RunStage, block: BlockLayout) -> None:
@@ -39,15 +39,13 @@ def bind_forward(step: RunStage, block: BlockLayout) -> None:
         _give(step, "core", block.numbers.temporary(), RecomputedTensors)
     if kind == _input_norm_of(block) and policy.input_norm is Saved.RECOMPUTE:
         _give(step, "norm", block.numbers.temporary(), DroppedOutput)
-    drops_normed = policy.normed is Saved.RECOMPUTE
-    if drops_normed and any(value == kinds.NORMED for value, _ in block.flow.given[kind]):
+    if policy.normed is Saved.RECOMPUTE and _gives_normed(step, block):
         _give(step, "norm", block.slot("dropped", kinds.NORMED.name, chunk), DroppedOutput)
-    if drops_normed and _takes_normed(step, block):
+    if policy.normed is Saved.RECOMPUTE and _takes_normed(step, block):
         _give_normed_again(step, block)
-        if not step.recompute:
-            step.function = not_saving_first(step.function)
-    if kind == kinds.QKV and _resends_rows(block):
+    elif kind == kinds.QKV and _resends_rows(block):
         _give(step, "first_again", block.slot("resent", chunk), ResentInput)
+    if "first_again" in step.extras and not step.recompute:
         step.function = not_saving_first(step.function)
 
 
@@ -101,14 +99,16 @@ def _give_normed_again(step: RunStage, block: BlockLayout) -> int:
     """Give the function what returns its part of the output of the norm again. Returns the slot of that."""
     chunk, layout = step.stage.chunk, kinds.NORMED.layout
     giver = next(kind for kind in block.flow.kinds if kinds.NORMED in kind.gives)
-    source = Source(giver, kinds.NORMED.name)
-    is_whole = block.is_kept_whole(source)
-    givers = [None] if is_whole else block.indices if chunk is None else [chunk]
     spans, parts = None, None
-    if is_whole and chunk is not None:
-        spans = block.spans(layout, chunk)
-    elif len(givers) > 1:
-        parts = [block.spans(layout, index) for index in givers], block.num_rows(layout)
+    givers: list[int | None] = [chunk]
+    if block.is_kept_whole(Source(giver, kinds.NORMED.name)):
+        givers = [None]
+        if chunk is not None:
+            spans = block.spans(layout, chunk)
+    elif chunk is None:
+        givers = [*block.indices]
+        if len(givers) > 1:
+            parts = [block.spans(layout, index) for index in givers], block.num_rows(layout)
     slots = [block.slot("dropped", kinds.NORMED.name, index) for index in givers]
     again = block.numbers.temporary()
     step.before.append(SlotOp(rows_again, again, slots, (spans, parts)))
@@ -116,12 +116,16 @@ def _give_normed_again(step: RunStage, block: BlockLayout) -> int:
     return again
 
 
+def _gives_normed(step: RunStage, block: BlockLayout) -> bool:
+    return any(value == kinds.NORMED for value, _ in block.flow.given[step.stage.kind])
+
+
 def _takes_normed(step: RunStage, block: BlockLayout) -> bool:
     taken = block.flow.taken[step.stage.kind]
     return bool(taken) and taken[0][0] == kinds.NORMED
 
 
-def _input_norm_of(block: BlockLayout) -> object:
+def _input_norm_of(block: BlockLayout) -> StageKind:
     """The kind that runs the norm before attention."""
     return kinds.INPUT_NORM if kinds.INPUT_NORM in block.flow.kinds else kinds.QKV
 

@@ -36,8 +36,8 @@ from torch.nn import Module
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.host_copies import HostCopies
-from megatron_ampipe.runtime.moves import Spans, join, take_rows
 from megatron_ampipe.runtime.segment import with_history
+from megatron_ampipe.runtime.slot_ops import Spans, join, take_rows
 
 LinearOutput = tuple[Tensor, Tensor | None]
 """What Megatron's linear layers return: an output, and a bias that the layer itself has not added."""
@@ -449,7 +449,7 @@ class ResentInput:
         return self.tensor
 
 
-# Operations on slots, see :mod:`.moves`.
+# Operations on slots, see :mod:`.slot_ops`.
 
 
 def resent(resent_input: ResentInput, tensor: Tensor) -> ResentInput:

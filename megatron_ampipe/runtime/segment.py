@@ -17,6 +17,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from megatron_ampipe.schedule.kinds import SUM_BYTES
+
 # R rows, K inputs, N outputs of a linear layer.
 # S keys, B batch, G key/value heads, C head size of keys, V of values.
 
@@ -316,8 +318,6 @@ DelayedTensors = list[Tensor | list[Tensor] | None]
 Delayed = Callable[[DelayedTensors], Iterable[tuple[Parameter, Tensor | None]]]
 """Computes a layer's delayed products from the tensors that it gave. Yields parameters with their gradients,
 or with Megatron's placeholder for a gradient that was added to ``main_grad``."""
-SUM_BYTES = 4
-"""Bytes of an element in a sum of gradients."""
 
 
 class WeightProducts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions
-from megatron_ampipe.runtime.moves import (
+from megatron_ampipe.runtime.slot_ops import (
     SlotOp,
     gather,
     join,

@@ -19,11 +19,11 @@ from megatron_ampipe.runtime.block_functions import BlockState
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.graphs import TapeGraphs
-from megatron_ampipe.runtime.moves import run_slot_ops
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import BlockParameters, accumulate_param_grads
-from megatron_ampipe.runtime.steps import ZERO, Pass
+from megatron_ampipe.runtime.slot_ops import run_slot_ops
+from megatron_ampipe.runtime.steps import ZERO, MicroBatchState
 from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
@@ -88,7 +88,7 @@ class StackCall:
         self._keeps_graph, self._parameters = keep_graph, parameters
         self._reductions = run.reductions if keep_graph else None
         comm_memory = CommMemory() if run.executor.host_waits else None
-        self.state = Pass(tapes.num_slots, blocks, parameters, comm_memory)
+        self.state = MicroBatchState(tapes.num_slots, blocks, parameters, comm_memory)
         self._graphs = None if graphs is None else graphs.begin(self.state)
         # How many reductions had been requested when a reducing stage's gradients were complete.
         self._asked: dict[tuple[StageKind, int], int] = {}

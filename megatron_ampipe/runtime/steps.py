@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_ampipe.runtime.block_functions import BlockState, Function
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.host_copies import HostCopies
-from megatron_ampipe.runtime.moves import SlotOp, Slots, run_slot_ops
 from megatron_ampipe.runtime.saved_tensors import InnerTensors, inputs_again
 from megatron_ampipe.runtime.segment import (
     BlockParameters,
@@ -27,6 +26,7 @@ from megatron_ampipe.runtime.segment import (
     Segment,
     WeightProducts,
 )
+from megatron_ampipe.runtime.slot_ops import SlotOp, Slots, run_slot_ops
 from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.schedule import Direction, Stage
 
@@ -37,7 +37,7 @@ ZERO = 1
 FIRST_FREE = 2
 
 
-class Pass:
+class MicroBatchState:
     """The state of one forward pass of one micro-batch and its backward, which steps read and write.
 
     Attributes:
@@ -103,10 +103,10 @@ class Step(ABC):
     drops: list[int] = field(default_factory=list, init=False)
 
     @abstractmethod
-    def work(self, state: Pass, inputs: Slots) -> Transfer | Sequence[Tensor | None]:
+    def work(self, state: MicroBatchState, inputs: Slots) -> Transfer | Sequence[Tensor | None]:
         """Compute the results, one for each of :attr:`gives`, from the arguments."""
 
-    def run(self, state: Pass) -> Transfer | None:
+    def run(self, state: MicroBatchState) -> Transfer | None:
         """Run the step on the calling thread and its current stream. Returns the transfer that it starts."""
         slots, comm_memory = state.slots, state.comm_memory
         if comm_memory is not None:
@@ -219,7 +219,7 @@ class RunStage(Step):
     releases: bool = False
     restores: Sequence[int] = ()
 
-    def work(self, state: Pass, inputs: Slots) -> Sequence[Tensor | None]:
+    def work(self, state: MicroBatchState, inputs: Slots) -> Sequence[Tensor | None]:
         """See :class:`Step`."""
         slots, stage, function = state.slots, self.stage, self.function
         block = state.blocks[stage.layer]
@@ -259,7 +259,7 @@ class Differentiate(Step):
     parameters: Sequence[int]
     products: int | None = None
 
-    def work(self, state: Pass, inputs: Slots) -> Sequence[Tensor | None]:
+    def work(self, state: MicroBatchState, inputs: Slots) -> Sequence[Tensor | None]:
         """See :class:`Step`."""
         segment: Segment = state.slots[self.segment]
         state.slots[self.segment] = None
@@ -283,7 +283,7 @@ class AddWeightGradients(Step):
     products: Sequence[int]
     joined: bool
 
-    def work(self, state: Pass, inputs: Slots) -> tuple[()]:
+    def work(self, state: MicroBatchState, inputs: Slots) -> tuple[()]:
         """See :class:`Step`."""
         slots = state.slots
         parts: list[WeightProducts] = [slots[slot] for slot in self.products]
@@ -313,7 +313,7 @@ class Communicate(Step):
     direction: Direction
     parts: list[slice] = field(default_factory=list)
 
-    def work(self, state: Pass, inputs: Slots) -> Transfer:
+    def work(self, state: MicroBatchState, inputs: Slots) -> Transfer:
         """See :class:`Step`."""
         block, tensors = state.blocks[self.stage.layer], [inputs[part] for part in self.parts]
         transfer: Transfer = self.function(block, self.chunks, tensors, self.direction)
@@ -337,7 +337,7 @@ class Copy(Step):
     parts: list[slice] = field(default_factory=list)
     restores: Sequence[int] = ()
 
-    def work(self, state: Pass, inputs: Slots) -> Transfer:
+    def work(self, state: MicroBatchState, inputs: Slots) -> Transfer:
         """See :class:`Step`."""
         slots = state.slots
         if inputs:
@@ -351,7 +351,7 @@ class Copy(Step):
 
 
 def _record_in_graphs(
-    state: Pass,
+    state: MicroBatchState,
     comm_memory: CommMemory,
     segments: Sequence[int],
     tensors: Sequence[Tensor],

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_ampipe.runtime.moves import SlotOp
+from megatron_ampipe.runtime.slot_ops import SlotOp
 from megatron_ampipe.runtime.steps import Step
 from megatron_ampipe.runtime.streams import StreamPlan, stream_plan
 from megatron_ampipe.schedule import Direction, Stage, stream_of

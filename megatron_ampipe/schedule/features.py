@@ -35,6 +35,8 @@ OTHER_FP8_RECIPE = (
     "Use --fp8-recipe blockwise, mxfp8 or tensorwise.",
 )
 """Why no other recipe works, and what to do."""
+PACKED_WITH_CONTEXT = "chunks of packed documents are not supported with context parallelism yet"
+"""Why documents cannot be packed where the sequence is split over ranks."""
 WEIGHTS_TOGETHER = (
     "only the linear layers of --transformer-impl local, and of Transformer Engine from "
     "2.3 on without its fused operations and joint biases, can compute gradients of weights apart",
@@ -178,6 +180,11 @@ def fp8_recipe(settings: object) -> str | None:
         return None
     recipe = getattr(settings, "fp8_recipe", None) or "delayed"
     return str(getattr(recipe, "value", recipe))
+
+
+def has_other_fp8_recipe(settings: object) -> bool:
+    """Whether training is in FP8 with a recipe that does not support chunks (:data:`OTHER_FP8_RECIPE`)."""
+    return fp8_recipe(settings) not in (None, *FP8_TILES)
 
 
 def rows_of_tile(settings: object, batch: int) -> int:

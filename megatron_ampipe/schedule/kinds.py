@@ -190,6 +190,8 @@ WEIGHTS = {
 }
 """For each kind with linear layers, the stage of their weight gradients: of one chunk, or of the whole
 sequence with one product for all chunks. Nothing waits for them."""
+SUM_BYTES = 4
+"""Bytes of an element in a sum of gradients of several chunks."""
 ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
 """All kinds that a schedule can name."""
 

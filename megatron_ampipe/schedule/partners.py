@@ -100,17 +100,18 @@ _TRANSFER, _SMALL = 4.0, 0.2
 _TIMES = {kinds.QKV: 1.0, kinds.ATTENTION: 2.0, kinds.EXPERT: 4.0, kinds.SHARED: 1.0, kinds.MLP: 3.0}
 
 
-def usual_time(stage: Stage, *, delay_wgrad: bool) -> float:
+def typical_time(stage: Stage, *, delay_wgrad: bool) -> float:
     """A rough time of a stage that nobody has measured or predicted, in any unit.
 
     The transfers of a block take about half as long as its computation.
     """
     if stage.is_communication:
         return _TRANSFER
-    time = _TIMES.get(stage.kind.weights_of or stage.kind, _SMALL)
+    forward_time = _TIMES.get(stage.kind.weights_of or stage.kind, _SMALL)
+    is_backward = not stage.of_next_microbatch and not stage.computes_values
+    computes_both_gradients = is_backward and stage.kind.weights_of is None and not delay_wgrad
     # Input gradients and weight gradients each take as long as the forward pass.
-    whole = not stage.of_next_microbatch and not stage.computes_values and stage.kind.weights_of is None
-    return time if not whole or delay_wgrad else 2 * time
+    return 2 * forward_time if computes_both_gradients else forward_time
 
 
 def shared_lanes(
@@ -128,7 +129,7 @@ def shared_lanes(
         lanes.setdefault((lane, stage.of_next_microbatch), []).append(stage)
     if partner.is_listed:
         apart = {stage.kind.weights_of for _, stage in stages}
-        times = {stage: usual_time(stage, delay_wgrad=stage.kind in apart) for _, stage in stages}
+        times = {stage: typical_time(stage, delay_wgrad=stage.kind in apart) for _, stage in stages}
         order = _longest_first([stage for _, stage in stages], list(lanes.values()), needs, times)
     else:
         lane_of = {stage: lane for lane, stage in stages}

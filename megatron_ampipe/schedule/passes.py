@@ -91,15 +91,31 @@ def repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> 
     Stages of the next micro-batch's forward pass (``of_next_microbatch``) go through the layers in the
     opposite order.
     """
-    furthest = max((stage.layer for stage in stages), default=0)
-    earliest = min((stage.layer for stage in stages), default=0)
-    for turn in range(-furthest, num_layers - earliest):
-        for stage in stages:
-            passed = turn + stage.layer
-            if 0 <= passed < num_layers:
-                goes_up = direction is Direction.FORWARD or stage.of_next_microbatch
-                layer = passed if goes_up else num_layers - 1 - passed
-                yield replace(stage, layer=layer)
+    for index, passed in repeat_period([stage.layer for stage in stages], num_layers):
+        stage = stages[index]
+        goes_up = direction is Direction.FORWARD or stage.of_next_microbatch
+        yield replace(stage, layer=passed if goes_up else num_layers - 1 - passed)
+
+
+def repeat_period(relative_layers: Sequence[int], num_layers: int) -> list[tuple[int, int]]:
+    """Repeat the stages of a lane in one period for each layer.
+
+    Args:
+        relative_layers: The relative layer of each stage (``Schedule.repeats``).
+        num_layers: The number of layers.
+
+    Returns:
+        The order of the lane: for each stage, its index in the period, and how many layers the pass has gone
+        through before its layer.
+    """
+    first_turn = -max(relative_layers, default=0)
+    end = num_layers - min(relative_layers, default=0)
+    return [
+        (index, turn + relative)
+        for turn in range(first_turn, end)
+        for index, relative in enumerate(relative_layers)
+        if 0 <= turn + relative < num_layers
+    ]
 
 
 def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:

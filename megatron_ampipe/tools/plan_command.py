@@ -278,12 +278,12 @@ class PrintedFunctions:
 
     stage_parameters: Mapping[StageKind, Sequence[object]] = MappingProxyType({})
 
-    def run(self, kind: StageKind) -> tuple[int, None]:
+    def function_of(self, kind: StageKind) -> tuple[int, None]:
         """Nothing that could be called; the tape only shows that there is a function."""
         return 0, None
 
     def differentiate(self, kind: StageKind) -> tuple[int, None]:
-        """As :meth:`run`."""
+        """As :meth:`function_of`."""
         return 0, None
 
     def delay_wgrad(self, kind: StageKind, products: object) -> None:

@@ -26,7 +26,8 @@ from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention, HostLatentProjection
-from megatron_ampipe.layers.context import AMPipeContext, DocumentReader
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer, pipelined, with_gate
 from megatron_ampipe.layers.process_groups import make_groups_of_model

@@ -302,12 +302,12 @@ def test_without_gradients_nothing_is_kept(case: Case) -> None:
     """Evaluation saves nothing for backward, and keeps no tensor alive."""
     from megatron_ampipe.runtime.segment import Segment
     from megatron_ampipe.runtime.stack_call import StackCall
-    from megatron_ampipe.runtime.steps import Pass
+    from megatron_ampipe.runtime.steps import MicroBatchState
     from tests.dist.blocks import build_layers, forward, wrong
 
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(thing, Pass | StackCall | Segment) for thing in gc.get_objects())
+        return sum(isinstance(thing, MicroBatchState | StackCall | Segment) for thing in gc.get_objects())
 
     saved = 0
 

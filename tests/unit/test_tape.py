@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import attention_stages, moe_stages
-from megatron_ampipe.layers.block_modules import FUNCTIONS
+from megatron_ampipe.layers.stage_functions import FUNCTIONS
 from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
-from megatron_ampipe.schedule import ALL_KINDS, Direction, SequenceLayout
+from megatron_ampipe.schedule import ALL_KINDS, Direction, RecomputeRequest, SequenceLayout, decide
 from megatron_ampipe.tools.plan_command import PrintedFunctions
 from tests import tapes
 from tests.golden.write import BLOCKS, pipelines, schedule_of
@@ -22,12 +22,26 @@ from tests.golden.write import BLOCKS, pipelines, schedule_of
 ROWS = 64
 
 
-def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph: bool = True) -> Tapes | None:
-    """The tapes of a golden block; None if there is no such schedule."""
+def tapes_of(
+    block: str,
+    pipeline: dict[str, Any],
+    *,
+    threads: bool,
+    keep_graph: bool = True,
+    request: RecomputeRequest | None = None,
+) -> Tapes | None:
+    """The tapes of a golden block, with what Megatron's recompute flags ask for; None if there is no such
+    schedule."""
     try:
         schedule, layers, chosen = schedule_of(BLOCKS[block], pipeline)
     except (BadInput, AssertionError):
         return None
+    if request is not None:
+        policies = [decide(request, memory=chosen.memory, uses_ring=layer.ring) for layer in layers]
+        layers = [
+            dataclasses.replace(layer, saved=saved) for layer, saved in zip(layers, policies, strict=True)
+        ]
+        schedule = chosen.schedule_of(layers)
     context = BLOCKS[block].get("context_parallel_size", 1)
     layout = SequenceLayout(context_ranks=context)
     return compiled(
@@ -52,6 +66,29 @@ def test_what_a_tape_says_is_safe(block: str, threads: bool) -> None:
     for one in checked:
         tapes.check(one, threads=threads)
         assert str(one).count("\n") > len(one.passes[Direction.FORWARD].calls)
+
+
+SELECTIVE = {
+    "norms": RecomputeRequest(input_norm=True, pre_mlp_norm=True),
+    "norms and stages": RecomputeRequest(
+        input_norm=True, pre_mlp_norm=True, modules=frozenset({"moe_act", "core_attn", "shared_experts"})
+    ),
+    "stages": RecomputeRequest(pre_mlp_norm=True, modules=frozenset({"mla_up_proj", "moe", "mlp"})),
+}
+"""What Megatron's ``--recompute-modules`` asks for."""
+
+
+@pytest.mark.parametrize("request_name", SELECTIVE)
+@pytest.mark.parametrize("block", ["everything", "sinkhorn", "context-ring", "recomputed"])
+def test_what_is_recomputed_is_in_slots_that_are_safe(block: str, request_name: str) -> None:
+    num_checked = 0
+    for pipeline in pipelines():
+        for threads in (False, True):
+            found = tapes_of(block, pipeline, threads=threads, request=SELECTIVE[request_name])
+            if found is not None:
+                tapes.check(found, threads=threads)
+                num_checked += 1
+    assert num_checked > 10
 
 
 def test_every_kind_that_layers_run_has_a_function() -> None:

@@ -1,0 +1,1 @@
+"""The soak test; see ``scripts/soak.sh``."""
