@@ -348,6 +348,29 @@ def precision_of(config: TransformerConfig, layer: int) -> contextlib.AbstractCo
     return context
 
 
+def logged_losses() -> dict[str, Any]:
+    """The tensors to which the passes of a step add the losses that Megatron logs, by name.
+
+    Losses of routers, and what is logged of multi-token prediction.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        # 0.17.
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        found = {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    else:
+        found = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    for name, value in MTPLossLoggingHelper.tracker.items():
+        # Sums over all steps are added to when the step is logged.
+        if hasattr(value, "zero_") and not name.startswith("cumulative"):
+            found[f"multi-token prediction: {name}"] = value
+    return found
+
+
 def forget_quantized_weights(linear: object) -> None:
     """Clear the quantized weights of a Transformer Engine linear layer, so its next call quantizes again.
 

@@ -105,6 +105,9 @@ BY_VARIABLE = {
 """The names that are replaced by a loop over names, by file and module of Megatron."""
 OTHER_ATTRIBUTES = {
     # Of records of this package that another file declares.
+    ("launch/fixed_rows.py", "is_active"),
+    # Of Megatron's linear layers, whose forward is in MIRRORED of tests/internals.py.
+    ("layers/fixed_experts.py", "forward"),
     ("runtime/graph_set.py", "parameters"),
     ("runtime/steps.py", "values"),
     # Of argparse, and a field of a layer specification.

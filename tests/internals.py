@@ -85,6 +85,7 @@ MIRRORED = {
     "core.models.hybrid.hybrid_block.HybridStack": "__init__ forward",
     "core.ssm.mamba_mixer.MambaMixer": "__init__ _ssm_training",
     "core.transformer.moe.experts.TEGroupedMLP": "forward",
+    "core.transformer.moe.experts.SequentialMLP": "forward",
     "core.models.common.model_chunk_schedule_plan.TransformerModelChunkSchedulePlan": "run",
     "core.tensor_parallel.random.CheckpointFunction": "backward",
     "core.datasets.indexed_dataset._IndexReader": "__init__",

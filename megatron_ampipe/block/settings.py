@@ -84,6 +84,15 @@ def check_threshold(value: float) -> None:
         raise BadInput("--ampipe-condense", f"{value:g}", rule=rule, remedy=remedy)
 
 
+def check_margin(value: float) -> None:
+    """Raise :class:`BadInput` for a wrong value of ``--ampipe-rows-margin``."""
+    # Written so that NaN is refused.
+    if not 1 <= value <= 100:
+        rule = "is not a factor from 1 to 100 of the largest counts"
+        remedy = "Use for example --ampipe-rows-margin 1.5, or leave it out."
+        raise BadInput("--ampipe-rows-margin", f"{value:g}", rule=rule, remedy=remedy)
+
+
 def parse_size(text: str) -> int:
     """Parse a size such as ``60GiB`` to bytes; :class:`BadInput` for 0 or another text."""
     parts = _SIZE.fullmatch(text)
@@ -180,6 +189,7 @@ TRACED_ITERATIONS = 3
 """Number of iterations in a trace: the last ones of the run."""
 
 _CHOSEN = "is what --ampipe-degree auto chooses"
+_CHOSEN_LATER = "learns budgets of the chunks, and a trial changes these"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
 
 
@@ -320,6 +330,25 @@ class Settings:
         in_plan=True,
         requires=("--ampipe-degree auto",),
         requires_for=AUTO,
+    )
+    rows: str = _row(
+        "exact",
+        metavar="KIND",
+        help="how many rows a chunk sends to each rank: `exact`, as routed, which the host waits for; "
+        "[`fixed`](exchange.md#fixed-rows), a budget learned from the last iterations, with counts on the "
+        "device; a step that exceeds one is repeated with exact rows",
+        choices=("exact", "fixed"),
+        acts="layers",
+        with_auto=_CHOSEN_LATER,
+        says="numbers of rows stay on the device; the log says if a step was repeated",
+    )
+    rows_margin: float = _row(
+        1.25,
+        metavar="FACTOR",
+        help="budget of `--ampipe-rows fixed`, relative to the largest counts of the last iterations",
+        type=float,
+        check=check_margin,
+        acts="layers",
     )
     ranks_per_node: int | None = _row(
         shown_default="torchrun's",

@@ -12,9 +12,11 @@ from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
 from megatron_ampipe.errors import global_rank
 from megatron_ampipe.exchange.codecs import load_wire
+from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
+from megatron_ampipe.launch.fixed_rows import FixedRowsSteps
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.launch.partners import PartneredSteps
@@ -40,6 +42,8 @@ def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPi
             hooks.add(PlacedReductions(context.reductions))
         if context.partners is not None:
             hooks.add(PartneredSteps(context, environment))
+        if context.fixed_rows is not None:
+            hooks.add(FixedRowsSteps(context.fixed_rows, environment, margin=run.settings.rows_margin))
         hooks.add(Recording(context, environment))
         if run.settings.automatic:
             _choose_later(run, context, hooks)
@@ -72,6 +76,7 @@ def make_context(run: Run) -> AMPipeContext:
         wire=None if settings.wire is None else load_wire(settings.wire),
         graph_warm_up=environment.graph_warm_up,
         graph_modules=run.graph_modules,
+        fixed_rows=FixedRows() if settings.rows == "fixed" else None,
     )
     # Without training, models are not wrapped, and nothing is reduced.
     if settings.grad_reduce == "placed" and environment.trains:

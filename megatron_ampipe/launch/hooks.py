@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_ampipe.launch.megatron_types import BucketGroup, Model
+from megatron_ampipe.launch.megatron_types import BucketGroup, Model, Optimizer, RunPasses
 from megatron_ampipe.runtime.collectives import Waitable
 from megatron_ampipe.runtime.reductions import Reductions
 
@@ -26,6 +27,10 @@ class Hook:
 
     def before_step(self) -> None:
         """Called before every ``train_step``."""
+
+    def wrap_passes(self, run_passes: RunPasses, optimizer: Optimizer) -> RunPasses:
+        """Return what a ``train_step`` calls for all its passes, in place of Megatron's ``run_passes``."""
+        return run_passes
 
     def after_step(self) -> None:
         """Called after every ``train_step`` that has not failed."""
@@ -77,12 +82,22 @@ class Hooks:
 
     def around_step[**P, Output](self, train_step: Callable[P, Output]) -> Callable[P, Output]:
         """Megatron's ``train_step``, wrapped to call the hooks before and after it."""
+        signature = inspect.signature(train_step)
 
         @functools.wraps(train_step)
         def step(*args: P.args, **kwargs: P.kwargs) -> Output:
             for hook in self._hooks:
                 hook.before_step()
-            step_output = train_step(*args, **kwargs)
+            wrapping = [hook for hook in self._hooks if type(hook).wrap_passes is not Hook.wrap_passes]
+            if wrapping:
+                bound = signature.bind(*args, **kwargs)
+                given = bound.arguments
+                for hook in wrapping:
+                    run_passes, optimizer = given["forward_backward_func"], given["optimizer"]
+                    given["forward_backward_func"] = hook.wrap_passes(run_passes, optimizer)
+                step_output = train_step(*bound.args, **bound.kwargs)
+            else:
+                step_output = train_step(*args, **kwargs)
             for hook in self._hooks:
                 hook.after_step()
             return step_output

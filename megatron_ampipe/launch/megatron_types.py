@@ -34,7 +34,19 @@ class Model(Protocol):
 
     def named_modules(self) -> Iterator[tuple[str, Module]]: ...
 
+    def zero_grad_buffer(self) -> None: ...
+
     def register_forward_pre_hook(self, hook: Callable[[Model, object], None]) -> RemovableHandle: ...
+
+
+RunPasses = Callable[..., object]
+"""What a ``train_step`` calls for all its passes, with keywords; ``data_iterator`` is one of them."""
+
+
+class Optimizer(Protocol):
+    """Megatron's optimizer."""
+
+    def zero_grad(self) -> None: ...
 
 
 class LayoutOfModel(Protocol):

@@ -112,6 +112,8 @@ class Recording(Hook):
             metrics.append(("exposed communication (ms)", exposed_us / 1e3, 2))
         if context.condenser is not None and (share := context.condenser.take_share()) is not None:
             metrics.append(("condensed share", share, 3))
+        if context.fixed_rows is not None:
+            metrics.append(("repeated steps", context.fixed_rows.num_repeated, 0))
         times_us = context.recorder.pass_times_us(iteration)
         for direction, predicted_ms in zip(Direction, context.predicted_ms or (None, None), strict=True):
             if times_us[direction]:

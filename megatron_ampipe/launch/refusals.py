@@ -319,6 +319,53 @@ def _cannot_capture(args: Arguments) -> str | None:
     return None if conflict is None else f"{implementation} with {conflict}"
 
 
+_NOT_WITH_FIXED_ROWS = (
+    "--ampipe-partner",
+    "--ampipe-condense",
+    "--ampipe-memory-budget",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--use-megatron-fsdp",
+    "--moe-enable-routing-replay",
+    "--moe-routing-trace-path",
+    "--qk-clip",
+    "--log-max-attention-logit",
+    "--skip-train",
+)
+"""Flags that are refused with ``--ampipe-rows fixed``, whatever their value."""
+
+
+def _has_fixed_rows(args: Arguments) -> bool:
+    return bool(args.ampipe_rows == "fixed")
+
+
+def _other_exchange(args: Arguments) -> str | None:
+    """The flag that asks for other transfers than the all-to-all of rows."""
+    if not _sends_rows(args):
+        return _DISPATCHER
+    return None if args.ampipe_exchange in (None, Exchange.ROWS) else "--ampipe-exchange"
+
+
+def _other_experts(args: Arguments) -> str | None:
+    """The flag with which experts are not Megatron's local ones, or quantize their rows."""
+    flag = _set(args, "--moe-grouped-gemm", "--fp8-format", "--fp4-format")
+    return flag or (None if args.transformer_impl in (None, "local") else "--transformer-impl")
+
+
+def _not_with_fixed_rows(args: Arguments) -> str | None:
+    """The first flag that cannot be combined with ``--ampipe-rows fixed`` yet."""
+    flag = _set(args, *_NOT_WITH_FIXED_ROWS)
+    if flag is not None:
+        return flag
+    if args.ampipe_memory not in (None, KEEP):
+        return "--ampipe-memory"
+    if args.recompute_granularity == "selective" and "moe_act" in (args.recompute_modules or []):
+        return "--recompute-modules"
+    if args.cuda_graph_impl not in (None, "none"):
+        return "--cuda-graph-impl"
+    return "--pipeline-model-parallel-size" if (args.pipeline_model_parallel_size or 1) > 1 else None
+
+
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 _OTHER_TENSORS = "experts then keep other tensors than the strategies of --ampipe-memory know"
 _GATHERED = "a layer gathers its weights and reduces their gradients in every call, and chunks are more calls"
@@ -643,6 +690,36 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: (
             args.ampipe_wire == "bf16" and _with(args, "--ampipe-wire", _set(args, "--bf16", "--fp16"))
         ),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "only the all-to-all of --ampipe-exchange rows is built with fixed rows",
+        "Leave it out, or use --moe-token-dispatcher-type alltoall --ampipe-exchange rows.",
+        lambda args: _has_fixed_rows(args) and _with(args, "--ampipe-rows", _other_exchange(args)),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "gathers of tensor-parallel experts take numbers of rows from the host",
+        "Leave it out, or use --expert-tensor-parallel-size 1.",
+        lambda args: _has_fixed_rows(args) and expert_tensor_ranks(args) > 1,
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "only the products of Megatron's local experts can take their numbers of rows from the device",
+        "Leave it out, or use --transformer-impl local without the flag that is named with it.",
+        lambda args: _has_fixed_rows(args) and _with(args, "--ampipe-rows", _other_experts(args)),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "is not built together with this flag yet",
+        "Leave out --ampipe-rows, or the flag that is named with it.",
+        lambda args: _has_fixed_rows(args) and _with(args, "--ampipe-rows", _not_with_fixed_rows(args)),
+    ),
+    Refusal(
+        "--ampipe-rows-margin",
+        "has no effect without --ampipe-rows fixed",
+        "Add --ampipe-rows fixed, or leave it out.",
+        lambda args: not _has_fixed_rows(args),
     ),
     Refusal(
         "--ampipe-condense",

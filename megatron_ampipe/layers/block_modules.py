@@ -27,7 +27,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers import precision
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.dispatchers import Dispatcher, make_dispatcher
+from megatron_ampipe.layers.dispatchers import Dispatcher, make_dispatcher, make_fixed_dispatcher
 from megatron_ampipe.layers.documents import check_packing
 from megatron_ampipe.layers.linear_layers import (
     Products,
@@ -126,6 +126,8 @@ class BlockModules:
         )
 
     def _make_dispatcher(self, exchange: Exchange) -> Dispatcher:
+        if self.context.fixed_rows is not None:
+            return make_fixed_dispatcher(self.moe_layer, self.context.fixed_rows)
         return make_dispatcher(self.moe_layer, exchange, self.context.settings.ranks_per_node)
 
     def _make_attention(self, on_gpu: bool, documents: bool) -> ChunkAttention:
@@ -288,7 +290,11 @@ class BlockModules:
     @property
     def called(self) -> Mapping[Module, None]:
         """The modules that stages call, without those inside of them."""
-        parts = itertools.chain.from_iterable(self._read.values())
+        read = self._read
+        if self.context.fixed_rows is not None:
+            # Products over the rows of all experts run in place of these modules.
+            read = {kind: parts for kind, parts in read.items() if kind != kinds.EXPERT}
+        parts = itertools.chain.from_iterable(read.values())
         return dict.fromkeys(part for part in parts if isinstance(part, Module))
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.codecs import Condensed
+from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.runtime.block_functions import Function
@@ -84,7 +85,12 @@ class BlockPass:
         )
         # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
         dispatcher = block.dispatcher(block.context.pipeline.exchange)
-        self.dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
+        if block.context.fixed_rows is not None:
+            assert isinstance(dispatcher, FixedRowsChunk)
+            count = len(self.chunks)
+            self.dispatchers = [dispatcher.of_chunk(index, count) for index in range(count)]
+        else:
+            self.dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
         self.condensed: dict[int, Condensed] = {}
 
     def for_recompute(self) -> BlockPass:
@@ -94,7 +100,10 @@ class BlockPass:
         second._begin()
         if not self.block.dense:
             for dispatcher, second_dispatcher in zip(self.dispatchers, second.dispatchers, strict=True):
-                second_dispatcher.splits = dispatcher.splits
+                if isinstance(second_dispatcher, FixedRowsChunk):
+                    second_dispatcher.take_splits(dispatcher)
+                else:
+                    second_dispatcher.splits = dispatcher.splits
         return second
 
     def with_rng_state(self, function: Function, key: object, *, is_recompute: bool) -> Function:

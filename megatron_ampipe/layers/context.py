@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.exchange.codecs import Condenser, Wire
+from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.partners import Partners
@@ -35,6 +36,7 @@ class AMPipeContext:
         wire: Encodes tokens for their transfers (``--ampipe-wire``); None to send them as they are.
         graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
         graph_warm_up: How many micro-batches run without graphs first.
+        fixed_rows: The chunks that are sent with fixed rows (``--ampipe-rows fixed``); None for exact rows.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; at first as in ``given``.
         predicted_ms: The predicted times of a block's forward and backward pass, from a plan; only logged.
@@ -55,6 +57,7 @@ class AMPipeContext:
     wire: Wire | None = None
     graph_modules: frozenset[str] = frozenset()
     graph_warm_up: int = 3
+    fixed_rows: FixedRows | None = None
     condenser: Condenser | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)

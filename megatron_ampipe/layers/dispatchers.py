@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ampipe.exchange.fixed_rows import FixedRows, FixedRowsChunk
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
+from megatron_ampipe.layers.fixed_experts import require_local_experts
 from megatron_ampipe.runtime.groups import made_group
 from megatron_ampipe.schedule import Exchange
 
@@ -42,3 +44,22 @@ def make_dispatcher(layer: TransformerLayer, exchange: Exchange, ranks_per_node:
         nodes=nodes,
         has_fixed_choices=moe.router.has_stock_routing,
     )
+
+
+def make_fixed_dispatcher(layer: TransformerLayer, fixed_rows: FixedRows) -> FixedRowsChunk:
+    """Create the dispatcher of an MoE layer whose chunks are sent with fixed rows.
+
+    Raises:
+        BadInput: its experts cannot take their numbers of rows from the device.
+    """
+    moe = layer.mlp
+    require_local_experts(moe.experts)
+    chunk = FixedRowsChunk(
+        moe.num_local_experts,
+        moe.local_expert_indices,
+        config=layer.config,
+        pg_collection=layer.pg_collection,
+        has_fixed_choices=moe.router.has_stock_routing,
+    )
+    chunk.share(fixed_rows)
+    return chunk

@@ -145,6 +145,21 @@ def _forward(
     return output if bias is None else output + bias
 
 
+def products_of(linear: Module) -> WeightProducts | None:
+    """Where a local layer leaves its weight's gradient at present; None outside of :func:`delay_wgrad`."""
+    forward = vars(linear).get("_forward_impl")
+    if not isinstance(forward, functools.partial) or forward.func is not _forward:
+        return None
+    products: WeightProducts = forward.args[1]
+    return products
+
+
+def keep_for_weights(output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
+    """A layer's output ``[..., N]``; its backward calls ``keep`` with inputs ``[..., K]`` and gradient."""
+    kept: Tensor = _KeepForWeight.apply(output, inputs, keep)
+    return kept
+
+
 class _KeepContext(Protocol):
     """What a node of :class:`_KeepForWeight` saves."""
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_ampipe.exchange.codecs import TransferId, WireCodec
+from megatron_ampipe.exchange.fixed_rows import ExpertOffsets
 from megatron_ampipe.exchange.packing import AllToAllChunk, HostSplits
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
+from megatron_ampipe.layers.fixed_experts import run_experts
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
@@ -205,8 +207,15 @@ def _experts(
 
 
 def _products(
-    block: BlockModules, tokens_per_expert: Tensor, inner: ExpertTensors | None, tokens: Tensor, probs: Tensor
+    block: BlockModules,
+    tokens_per_expert: Tensor | ExpertOffsets,
+    inner: ExpertTensors | None,
+    tokens: Tensor,
+    probs: Tensor,
 ) -> Tensor:
+    if block.context.fixed_rows is not None and isinstance(tokens_per_expert, ExpertOffsets):
+        assert inner is None, "a memory strategy with fixed rows"
+        return run_experts(block.moe.experts, tokens, tokens_per_expert, probs)
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
     stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import tests.reference_pieces  # noqa: F401
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.exchange.codecs import load_wire
+from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention, HostLatentProjection
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.documents import DocumentReader
@@ -117,6 +118,7 @@ def build_layers(
         gate=gate,
         wire=None if case.wire is None else load_wire(case.wire),
         recomputed_layers=case.recompute,
+        fixed_rows=FixedRows() if case.fixed_rows else None,
     )
     of_stock = dataclasses.replace(config, **case.stock)
     torch.manual_seed(11)

@@ -62,6 +62,8 @@ class Case:
     router: str | None = None
     wire: str | None = None
     condense: float | None = None
+    fixed_rows: bool = False
+    """The state of ``--ampipe-rows fixed``; a test learns its budgets."""
     capacity_scope: str = "sequence"
     """As the flags of AMPipe with these names; the stock layer is made to compute the same."""
     replay: str | None = None
@@ -586,6 +588,35 @@ AGAIN = cases("again-", {"batch": 3, "rope": True}, {
     },
 })  # fmt: skip
 """Selective recompute of parts of stages. Also compared with the same layer without it, bit by bit."""
+
+# Compared in test_fixed_rows.py, which learns the budgets first.
+BIASED_EXPERTS = LARGE | {"normalization": "LayerNorm", "add_bias_linear": True}
+FIXED_ROWS = cases("fixed-", {"fixed_rows": True, "model": LARGE}, {
+    "degree2": {"degree": 2},
+    "degree4-batch3": {"batch": 3},
+    "moe-only-shared": {"schedule": "moe-only", "model": LARGE | SHARED},
+    "two-degrees": TWO_DEGREES,
+    "ep4-degree2": {"world_size": 4, "degree": 2},
+    "ep4-degree4": {"world_size": 4, "batch": 3, "model": LARGE | {"num_moe_experts": 8}},
+    "ep1": {"world_size": 1},
+    "one-expert-each": {"model": {"num_moe_experts": 2}},
+    "bias": {"model": BIASED_EXPERTS},
+    "capacity": {"batch": 3, "model": TIGHT | LARGE},
+    "probs-on-input": {"model": {"moe_apply_probs_on_input": True}},
+    "odd-ffn": {"model": LARGE | {"moe_ffn_hidden_size": 13}},
+    "stack2": {"layers": "mm", "stack": 0},
+    "stack-dense": {"layers": "mdm", "stack": 0, "degree": 2},
+    "stack-recompute": RECOMPUTED,
+    "recompute-moe": {"model": LARGE | SHARED | MOE_AGAIN},
+    "lancet": {"schedule": "lancet", "degree": 2},
+    "lancet-uncut": {"schedule": "lancet", "degree": 1, "model": BIASED_EXPERTS},
+    "joined-odd-ffn": {"schedule": "joined", "degree": 2, "model": LARGE | {"moe_ffn_hidden_size": 13}},
+    "stack-lancet": {"schedule": "lancet", "layers": "mm", "stack": 0},
+    "tp": {"parallel": TP},
+    "cp": {"parallel": CP, "rope": True},
+    "wire": {"wire": "tests.wires:HalvesWire", "degree": 2},
+    "cuda-executor": {"executor": "cuda", "layers": "mm", "stack": 0},
+})  # fmt: skip
 
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES

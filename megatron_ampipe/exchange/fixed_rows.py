@@ -1,0 +1,415 @@
+"""The all-to-all of one chunk with fixed rows: split sizes from a budget, counts that stay on the device.
+
+With ``--ampipe-rows fixed`` a rank sends as many rows to another rank as their *budget* says, whatever the
+router has chosen. Rows after the counted ones are padding. All index arithmetic has sizes that are known
+before the batch, and the host reads nothing. Padding is selected away and never multiplied by zero, so that
+NaN in it reaches no result.
+
+Rows that do not fit are not sent. Every rank of the group knows all counts, so each sees that
+(:attr:`ChunkRows.peak`). ``launch.fixed_rows`` asks after the passes of a step, and repeats it with exact
+rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe.block.settings import SETTING
+from megatron_ampipe.exchange.packing import AllToAllChunk
+from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport
+from megatron_ampipe.runtime.collectives import copy_to_device
+
+# T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, M rows that are
+# sent with padding, R rows that arrive with padding.
+
+PADDING = 0.0
+"""What padding holds; no result depends on it. Tests set it to NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBudget:
+    """How many rows each rank sends to each rank in one chunk, ``[P][P]``; all ranks of a group have it."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    def joined(self, other: RowBudget) -> RowBudget:
+        """The larger number of rows of each pair."""
+        return RowBudget(
+            tuple(tuple(map(max, row, others)) for row, others in zip(self.rows, other.rows, strict=True))
+        )
+
+    def sent_by(self, rank: int) -> list[int]:
+        """Rows to each rank."""
+        return list(self.rows[rank])
+
+    def received_by(self, rank: int) -> list[int]:
+        """Rows from each rank."""
+        return [row[rank] for row in self.rows]
+
+
+class Slots(NamedTuple):
+    """For every row of a padded buffer, which has a part for each rank: its rank, and its place there."""
+
+    rank: Tensor
+    place: Tensor
+    starts: Tensor
+    """``[P]``: where each part begins."""
+    sizes: Tensor
+    """``[P]``: rows of each part."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], device: torch.device) -> Slots:
+        """The slots of a buffer with parts of these sizes."""
+        rank = [index for index, size in enumerate(sizes) for _ in range(size)]
+        place = [row for size in sizes for row in range(size)]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        columns = (rank, place, starts, list(sizes))
+        return cls(*(copy_to_device(torch.tensor(column, dtype=torch.int64), device) for column in columns))
+
+
+class ChunkRows:
+    """What is known about the rows of one chunk of one layer; the same on all ranks of a group."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.budget: RowBudget | None = None
+        """None until it is learned; the chunk then has exact rows."""
+        self.limit: Tensor | None = None
+        """The budget on the device, ``[P, P]`` int64."""
+        self.peak: Tensor | None = None
+        """``[P, P]`` int64, on the device: the largest counts of the current step."""
+        self.window: Tensor | None = None
+        """The same of the last steps, from which the budget is learned."""
+        self.sent: Slots | None = None
+        """Of the rows that this rank sends. Made with the budget: a pass copies nothing to the device."""
+        self.received: Slots | None = None
+        """Of the rows that it receives."""
+
+    def record(self, counts: Tensor) -> None:
+        """Take over counts ``[P, P]`` of a micro-batch: rows of each rank for each rank."""
+        if self.peak is None:
+            self.peak = counts.clone()
+        else:
+            torch.maximum(self.peak, counts, out=self.peak)
+
+    def learn(self, margin: float, *, may_shrink: bool) -> None:
+        """Set the budget from the largest counts of the window. The host waits for them.
+
+        If it ``may_shrink``, a new window begins; else no number of rows becomes smaller.
+        """
+        if self.window is None:
+            return
+        learned = budget_of(self.window.tolist(), margin=margin)
+        if may_shrink:
+            self.window.zero_()
+        elif self.budget is not None:
+            learned = learned.joined(self.budget)
+        self.use(learned, self.window.device)
+
+    def use(self, budget: RowBudget, device: torch.device) -> None:
+        """Set the budget, and make its constants."""
+        self.budget = budget
+        self.sent = Slots.of(budget.sent_by(self._rank), device)
+        self.received = Slots.of(budget.received_by(self._rank), device)
+        self.limit = copy_to_device(torch.tensor(budget.rows), device)
+
+
+class FixedRows:
+    """The chunks of all layers of a process that run with ``--ampipe-rows fixed``."""
+
+    def __init__(self) -> None:
+        self.is_active = False
+        """Whether passes use budgets: only while somebody will ask for :meth:`overflow`."""
+        self.is_watched = False
+        """Whether somebody does that in training steps."""
+        self.num_steps = self.num_repeated = 0
+        """Training steps with budgets, and those that were repeated with exact rows."""
+        self._chunks: list[ChunkRows] = []
+
+    def new_chunk(self, rank: int) -> ChunkRows:
+        """Add a chunk of a layer; ``rank`` is this rank's in its group."""
+        chunk = ChunkRows(rank)
+        self._chunks.append(chunk)
+        return chunk
+
+    @property
+    def budgets(self) -> list[RowBudget]:
+        """The budgets that are learned."""
+        return [chunk.budget for chunk in self._chunks if chunk.budget is not None]
+
+    def begin_step(self) -> None:
+        """Forget the counts of the current step."""
+        for chunk in self._chunks:
+            if chunk.peak is not None:
+                chunk.peak.zero_()
+
+    def overflow(self, device: torch.device) -> Tensor:
+        """``[1]`` int32 on ``device``: 1 if any count of the current step exceeds its budget, else 0."""
+        peaks, limits = [], []
+        for chunk in self._chunks:
+            if chunk.peak is not None and chunk.limit is not None:
+                peaks.append(chunk.peak)
+                limits.append(chunk.limit)
+        if not peaks:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        return (torch.stack(peaks) > torch.stack(limits)).any().view(1).to(torch.int32)
+
+    def end_step(self) -> None:
+        """Take the counts of the current step over into the window from which budgets are learned."""
+        for chunk in self._chunks:
+            if chunk.peak is None:
+                continue
+            if chunk.window is None:
+                chunk.window = chunk.peak.clone()
+            else:
+                torch.maximum(chunk.window, chunk.peak, out=chunk.window)
+
+    def learn(self, margin: float, *, may_shrink: bool = True) -> None:
+        """Set the budget of every chunk, see :meth:`ChunkRows.learn`; only between two steps."""
+        for chunk in self._chunks:
+            chunk.learn(margin, may_shrink=may_shrink)
+
+
+class ExpertOffsets(NamedTuple):
+    """Where the rows of each local expert end; in place of their numbers on the host."""
+
+    ends: Tensor
+    """``[L]`` int32 on the device. Rows after the last are padding."""
+
+
+class FixedSplits(NamedTuple):
+    """The transport of a chunk, and its counts on the device."""
+
+    transport: RowTransport
+    counts: Tensor
+    """``[P, E]`` int64: rows of each rank for each expert."""
+
+
+class _Arrival(NamedTuple):
+    """The order by expert of received rows, and back; each with the mask of what is no padding."""
+
+    source: Tensor
+    """``[R]``: the received row at each place in the order by expert."""
+    is_sorted: Tensor
+    place: Tensor
+    """``[R]``: the place of each received row in the order by expert."""
+    is_received: Tensor
+
+
+class FixedRowsChunk(AllToAllChunk):
+    """The all-to-all dispatcher of one chunk, with fixed rows where the chunk has a budget.
+
+    :meth:`of_chunk` makes the dispatcher of a chunk, in place of a copy.
+    """
+
+    _fixed_rows: FixedRows
+    _known: dict[tuple[int, int], ChunkRows]
+    _rows: ChunkRows
+    _budget: RowBudget | None = None
+    _fixed_splits: FixedSplits | None = None
+    _counts: Tensor
+
+    def share(self, fixed_rows: FixedRows) -> None:
+        """Use the state of the process; called once."""
+        self._fixed_rows, self._known = fixed_rows, {}
+
+    def of_chunk(self, chunk: int, num_chunks: int) -> FixedRowsChunk:
+        """The dispatcher of a chunk in one pass."""
+        state = self._fixed_rows
+        if not state.is_watched and torch.is_grad_enabled():
+            rule = (
+                "the training does not run Megatron's train_step, which is repeated if a budget is exceeded"
+            )
+            remedy = "Train through megatron.training.pretrain, or use --ampipe-rows exact."
+            raise SETTING["rows"].refuse("fixed", rule, remedy)
+        copied = copy.copy(self)
+        key = num_chunks, chunk
+        if key not in self._known:
+            self._known[key] = state.new_chunk(self._group.rank())
+        copied._rows = self._known[key]
+        copied._budget = copied._rows.budget if state.is_active else None
+        return copied
+
+    def take_splits(self, first: FixedRowsChunk) -> None:
+        """Use the counts of the first run of the chunk, in its recompute."""
+        self.splits, self._fixed_splits, self._budget = first.splits, first._fixed_splits, first._budget
+        self._counts = first._counts
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As in ``AllToAllChunk``, with ``M`` rows: for each rank those of its experts, then padding."""
+        if self._budget is None:
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
+        per_expert = routing_map.sum(dim=0)
+        if self._fixed_splits is None:
+            self.counts = per_expert
+        num_tokens, num_experts = routing_map.shape
+        slots = self._rows.sent
+        assert slots is not None
+        per_rank = per_expert.view(self._num_ranks, self._num_local).sum(dim=1)
+        self._is_used = slots.place < per_rank[slots.rank]
+        begins = per_rank.cumsum(dim=0) - per_rank
+        copies = torch.where(self._is_used, begins[slots.rank] + slots.place, 0)
+        # A stable sort puts marked entries first, by expert and then by token.
+        marks = routing_map.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[copies]
+        self._token = marks % num_tokens
+        chosen = self._token * num_experts + marks // num_tokens
+        row_probs = torch.where(self._is_used, probs.reshape(-1).index_select(0, chosen), PADDING)
+        return self.tokens_again(hidden_states), row_probs
+
+    def tokens_again(self, hidden_states: Tensor) -> Tensor:
+        """As in ``AllToAllChunk``."""
+        if self._budget is None:
+            return super().tokens_again(hidden_states)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return torch.where(self._is_used.unsqueeze(1), tokens.index_select(0, self._token), PADDING)
+
+    def set_counts(self, gathered: Tensor) -> None:
+        """Set the counts of all ranks; with a budget nobody waits for them on the host."""
+        self._counts = gathered.view(self._num_ranks, -1)
+        if self._budget is None:
+            super().set_counts(gathered)
+
+    def transport(self) -> RowTransport:
+        """As in ``AllToAllChunk``; with a budget its rows are known before the counts."""
+        if self._budget is None:
+            return super().transport()
+        if self._fixed_splits is None:
+            rank = self._group.rank()
+            sent, received = self._budget.sent_by(rank), self._budget.received_by(rank)
+            transport = RowTransport(ALL_TO_ALL, sent, received, self._group)
+            self._fixed_splits = FixedSplits(transport, self._counts)
+        return self._fixed_splits.transport
+
+    @property
+    def num_spare(self) -> int:
+        """As in ``AllToAllChunk``; padding is sent."""
+        return super().num_spare if self._budget is None else 0
+
+    def dispatch_postprocess(  # type: ignore[override]  # the stage of the experts knows both
+        self, rows: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor | ExpertOffsets, Tensor]:
+        """As in ``AllToAllChunk``, with padding after the rows of all experts and offsets on the device."""
+        to_ranks = self._counts.view(self._num_ranks, self._num_ranks, self._num_local).sum(dim=2)
+        self._rows.record(to_ranks)
+        if self._budget is None:
+            return super().dispatch_postprocess(rows, probs)
+        arrival, ends = self._sort()
+        self._arrival = arrival
+        return reorder(rows, arrival), ExpertOffsets(ends), reorder(probs, arrival)
+
+    def _sort(self) -> tuple[_Arrival, Tensor]:
+        """The order by expert and then by sender, as Megatron's; and where each expert's rows end."""
+        slots = self._rows.received
+        assert slots is not None
+        num_rows = len(slots.rank)
+        # [P, L]: where the rows of each expert end in the part of a sender. What does not fit is not there.
+        to_here = self._counts[:, self._experts]
+        part_ends = torch.minimum(to_here.cumsum(dim=1), slots.sizes.unsqueeze(1))
+        sizes = part_ends.diff(dim=1, prepend=torch.zeros_like(part_ends[:, :1]))
+        begins = slots.starts.unsqueeze(1) + part_ends - sizes
+        # Pieces in the order by expert: [L * P].
+        piece_sizes = sizes.T.reshape(-1)
+        piece_ends = piece_sizes.cumsum(dim=0)
+        piece_begins = begins.T.reshape(-1)
+        sorted_places = torch.arange(num_rows, device=slots.rank.device)
+        is_sorted = sorted_places < piece_ends[-1]
+        piece = torch.searchsorted(piece_ends, sorted_places, right=True).clamp(max=len(piece_ends) - 1)
+        source = piece_begins[piece] + sorted_places - (piece_ends - piece_sizes)[piece]
+        source = torch.where(is_sorted, source, num_rows)
+        # Padding goes to one more row, which is cut off.
+        place = torch.zeros(num_rows + 1, dtype=torch.int64, device=slots.rank.device)
+        place = place.scatter(0, source, sorted_places)[:num_rows]
+        is_received = slots.place < part_ends[slots.rank, -1]
+        source = torch.where(is_sorted, source, 0)
+        ends = piece_ends.view(self._num_local, self._num_ranks)[:, -1]
+        # Grouped products require a stride of 1, of a single offset too.
+        ends = ends.to(torch.int32, memory_format=torch.contiguous_format)
+        return _Arrival(source, is_sorted, place, is_received), ends
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """As in ``AllToAllChunk``."""
+        if self._budget is None:
+            return super().combine_preprocess(hidden_states)
+        arrival = self._arrival
+        back = _Arrival(arrival.place, arrival.is_received, arrival.source, arrival.is_sorted)
+        return reorder(hidden_states, back)
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        """As in ``AllToAllChunk``."""
+        if self._budget is None:
+            return super().combine_postprocess(rows)
+        kept = torch.where(self._is_used.unsqueeze(1), rows, 0)
+        num_tokens = self.hidden_shape[:-1].numel()
+        sums = rows.new_zeros((num_tokens, rows.shape[1])).index_add(0, self._token, kept)
+        return sums.view(self.hidden_shape)
+
+
+def reorder(rows: Tensor, arrival: _Arrival) -> Tensor:
+    """Received rows ``[R, ...]`` in the order by expert, then padding. Differentiable."""
+    ordered: Tensor = _Reorder.apply(rows, *arrival)
+    return ordered
+
+
+class _ReorderContext(Protocol):
+    """What a node of :class:`_Reorder` saves."""
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _Reorder(torch.autograd.Function):
+    """Selects rows in an order that has an inverse, so that its backward selects too and adds nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: _ReorderContext,
+        rows: Tensor,
+        source: Tensor,
+        is_sorted: Tensor,
+        place: Tensor,
+        is_received: Tensor,
+    ) -> Tensor:
+        """``[R, ...]`` from ``rows[source]``; padding where not ``is_sorted``."""
+        ctx.save_for_backward(place, is_received)
+        return _selected(rows, source, is_sorted)
+
+    @staticmethod
+    def backward(ctx: _ReorderContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The other order."""
+        place, is_received = ctx.saved_tensors
+        return _selected(gradient, place, is_received), None, None, None, None
+
+
+def _selected(rows: Tensor, index: Tensor, is_kept: Tensor) -> Tensor:
+    mask = is_kept.view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(mask, rows.index_select(0, index), PADDING)
+
+
+VARIATION = 4.0
+"""How many times the square root of a count is added to its budget, see :func:`budget_of`."""
+
+
+def budget_of(counts: Sequence[Sequence[int]], *, margin: float) -> RowBudget:
+    """The budget of the largest counts ``[P][P]``.
+
+    The count of independent tokens varies by its square root, which matters for small counts: four times that
+    is added. ``margin`` is a factor for what does not shrink with their number: a routing that changes, and
+    similar tokens of a sequence.
+    """
+    return RowBudget(
+        tuple(
+            tuple(math.ceil(count * margin + VARIATION * math.sqrt(count)) for count in row) for row in counts
+        )
+    )

@@ -1,0 +1,173 @@
+"""Compares layers with fixed rows with stock Megatron's, with anything in the padding."""
+
+import dataclasses
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dist.cases import FIXED_ROWS, Case
+
+TOLERANCE = 1e-5
+CASES = sorted(FIXED_ROWS, key=lambda case: str(case.parallel))
+
+
+def fixed_rows_of(layer: torch.nn.Module) -> Any:
+    """The state that all layers share."""
+    return next(iter(getattr(layer, "layers", [layer])))._block.context.fixed_rows
+
+
+@pytest.mark.parametrize("padding", [0.0, math.nan], ids=["zero", "nan"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.ranks(case.world_size)) for case in CASES]
+)
+def test_equals_stock(case: Case, padding: float) -> None:
+    from megatron_ampipe.exchange import fixed_rows
+    from megatron_ampipe.runtime.collectives import HostCopy
+    from tests.dist.blocks import build_layers, forward, inputs_of, run, wrong
+    from tests.dist.parameter_reads import ParameterReads
+    from tests.dist.worker import empty_is_nan
+
+    rank = torch.distributed.get_rank()
+    stock, ours = build_layers(case)
+    state = fixed_rows_of(ours)
+    state.is_watched = True
+    expected, exact = run(stock, case, rank=rank), run(ours, case, rank=rank)
+    assert wrong(expected, exact, TOLERANCE) == {}
+    state.end_step()
+    state.learn(1.5)
+    state.is_active = True
+    read = AssertionError("the host reads counts")
+    with (
+        mock.patch.object(fixed_rows, "PADDING", padding),
+        mock.patch.object(HostCopy, "wait", side_effect=read),
+        empty_is_nan(),
+    ):
+        found = run(ours, case, rank=rank)
+    assert wrong(expected, found, TOLERANCE) == {}
+    assert not state.overflow(torch.device("cpu"))
+    # Padding is there, or nothing was shown.
+    assert len(state.budgets) == case.layers.count("m") * case.pipeline.num_chunks
+    # Hooks of data parallelism wait for the parameters of a module when it is called.
+    with ParameterReads(ours) as reads:
+        forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
+    report = reads.report()
+    assert report.pop("watched") >= 7
+    assert report == {"early": {}, "never entered": [], "never read": []}
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run, with the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[torch.Size]]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [
+            value for value in torch.utils._pytree.tree_leaves(args) if isinstance(value, torch.Tensor)
+        ]
+        self.seen.append((str(operator), [tensor.shape for tensor in tensors]))
+        return operator(*args, **(kwargs or {}))
+
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave.Tensor", "unique")
+"""Operators whose result the host waits for, or whose shape depends on data."""
+
+
+def operators_of(layer: torch.nn.Module, case: Case, *, rank: int) -> list[tuple[str, list[torch.Size]]]:
+    """What both passes run, on this thread, for the inputs of a rank."""
+    from tests.dist.blocks import inputs_of, run_pass
+
+    inputs = inputs_of(case, rank=rank, dtype=torch.float32)
+    with Operators() as operators:
+        run_pass(layer, inputs)
+    return operators.seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_fixed", [True, False], ids=["fixed", "exact"])
+@pytest.mark.parametrize("name", ["fixed-degree2", "fixed-stack-lancet"])
+def test_no_shape_depends_on_the_routing(name: str, is_fixed: bool) -> None:
+    """With exact rows the same check finds some."""
+    from tests.dist.blocks import build_layers, run
+
+    (case,) = (dataclasses.replace(one, executor="sequential") for one in FIXED_ROWS if one.name == name)
+    # Attention and losses are not what is looked at.
+    case = dataclasses.replace(case, model=case.model | {"moe_router_load_balancing_type": "none"})
+    rank = torch.distributed.get_rank()
+    _, ours = build_layers(case)
+    state = fixed_rows_of(ours)
+    state.is_watched = True
+    others = rank + 10
+    for seed in (rank, others):
+        run(ours, case, rank=seed)
+    state.end_step()
+    state.learn(1.5)
+    state.is_active = is_fixed
+    first, second = (operators_of(ours, case, rank=seed) for seed in (rank, others))
+    assert len(first) > 100
+    assert (first == second) is is_fixed
+    reads = [name for name, _ in first if any(read in name for read in READS)]
+    assert reads == [] or not is_fixed
+
+
+@pytest.mark.ranks(4)
+def test_every_rank_sees_a_count_above_its_budget() -> None:
+    """Rows that do not fit are left out: the result is wrong, and finite, until somebody asks."""
+    from megatron_ampipe.exchange import fixed_rows
+    from tests.dist.blocks import build_layers, run, wrong
+
+    (case,) = (one for one in FIXED_ROWS if one.name == "fixed-ep4-degree2")
+    rank = torch.distributed.get_rank()
+    stock, ours = build_layers(case)
+    state = fixed_rows_of(ours)
+    state.is_watched = True
+    expected, _ = run(stock, case, rank=rank), run(ours, case, rank=rank)
+    state.end_step()
+    # The largest number of rows of one pair, in the last chunk alone.
+    counts = state._chunks[-1].window
+    counts.view(-1)[counts.argmax()] -= 2
+    with mock.patch.object(fixed_rows, "VARIATION", 0.0):
+        state.learn(1.0)
+    state.begin_step()
+    state.is_active = True
+    with mock.patch.object(fixed_rows, "PADDING", math.nan):
+        found = run(ours, case, rank=rank)
+    assert state.overflow(torch.device("cpu")).tolist() == [1]
+    assert all(value.isfinite().all() for value in found.values())
+    # Some rank misses a row.
+    problems: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(problems, sorted(wrong(expected, found, TOLERANCE)))
+    assert any(problems)
+    state.begin_step()
+    state.is_active = False
+    assert wrong(expected, run(ours, case, rank=rank), TOLERANCE) == {}
+
+
+@pytest.mark.ranks(1)
+def test_a_training_loop_that_nobody_watches_is_refused() -> None:
+    from megatron_ampipe.errors import BadInput
+    from tests.dist.blocks import build_layers, run
+
+    (case,) = (one for one in FIXED_ROWS if one.name == "fixed-ep1")
+    _, ours = build_layers(case)
+    with pytest.raises(BadInput, match="does not run Megatron's train_step"):
+        run(ours, case)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("path", ["", "local_experts.0", "local_experts.1.linear_fc2"])
+def test_a_hook_inside_of_the_experts_is_refused(path: str) -> None:
+    from megatron_ampipe.errors import BadInput
+    from tests.dist.blocks import build_layers, run
+
+    (case,) = (one for one in FIXED_ROWS if one.name == "fixed-ep1")
+    _, ours = build_layers(case)
+    fixed_rows_of(ours).is_watched = True
+    ours.mlp.experts.get_submodule(path).register_forward_hook(lambda *_: None)
+    with pytest.raises(BadInput, match=r"hook of mlp\.experts"):
+        run(ours, case)

@@ -1,0 +1,99 @@
+"""Budgets of ``--ampipe-rows fixed``: how they are learned, and what a repeated step restores."""
+
+import types
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_ampipe.exchange.fixed_rows import FixedRows, budget_of
+from megatron_ampipe.launch.fixed_rows import WARM_UP, WINDOW, FixedRowsSteps, RecordedData
+
+
+def test_a_budget_has_room_for_what_counts_vary_by() -> None:
+    assert budget_of([[0, 100], [10000, 1]], margin=1.25).rows == ((0, 165), (12900, 6))
+
+
+def test_recorded_data_begins_again_for_every_model_of_a_rank() -> None:
+    data = RecordedData.of([iter([{"tokens": 1}, {"tokens": 2}, {"tokens": 3}]), None])
+    seen = [next(data[0]), next(data[0])]
+    seen[0]["tokens"] = "changed by the script"
+    RecordedData.rewind_all(data)
+    assert [next(data[0]), next(data[0])] == [{"tokens": 1}, {"tokens": 2}]
+    assert RecordedData.of(None) is None
+
+
+class Step:
+    """A training whose passes count these rows from rank 0 to rank 0."""
+
+    def __init__(self, *, margin: float) -> None:
+        self.rows = FixedRows()
+        self.chunk = self.rows.new_chunk(0)
+        environment: Any = types.SimpleNamespace(iteration=1, on_gpu=False)
+        self.hook = FixedRowsSteps(self.rows, environment, margin=margin)
+        model: Any = torch.nn.Linear(1, 1)
+        model.zero_grad_buffer = mock.Mock()
+        self.hook.models_built([model])
+        self.optimizer = mock.Mock()
+        self.batches: list[list[int]] = []
+        self.restored: list[int] = []
+
+    def run(self, count: int) -> None:
+        """One step; its micro-batch is the count."""
+
+        def passes(*, data_iterator: Any) -> int:
+            self.batches.append([next(data_iterator)])
+            self.chunk.record(torch.tensor([[count]]))
+            return len(self.batches)
+
+        of_hook = "megatron_ampipe.launch.fixed_rows"
+        with mock.patch("torch.distributed.all_reduce"), mock.patch(f"{of_hook}.StepState") as state:
+            self.hook.wrap_passes(passes, self.optimizer)(data_iterator=iter([count]))
+        self.restored.append(state.return_value.restore.call_count)
+        self.hook.after_step()
+
+    @property
+    def budget(self) -> int:
+        """Rows of the only pair."""
+        assert self.chunk.budget is not None
+        return self.chunk.budget.rows[0][0]
+
+
+def test_budgets_are_learned_after_the_warm_up_and_grow_with_a_repeated_step() -> None:
+    step = Step(margin=1.0)
+    for _ in range(WARM_UP):
+        assert step.chunk.budget is None
+        step.run(100)
+    assert step.budget == 140 and step.rows.num_steps == 0
+    step.run(140)
+    assert (step.rows.num_steps, step.rows.num_repeated, step.budget) == (1, 0, 140)
+    step.run(141)
+    assert (step.rows.num_steps, step.rows.num_repeated) == (2, 1)
+    assert step.batches[-2:] == [[141], [141]], "the same data"
+    step.optimizer.zero_grad.assert_called_once()
+    assert step.restored[-2:] == [0, 1]
+    assert step.budget == budget_of([[141]], margin=1.0).rows[0][0]
+    assert not step.rows.is_active
+
+
+def test_a_budget_becomes_smaller_only_after_a_window() -> None:
+    step = Step(margin=1.0)
+    for _ in range(WINDOW - 1):
+        step.run(100)
+    step.run(10)
+    assert step.budget == 140, "the largest of the window"
+    for _ in range(WINDOW - 1):
+        step.run(10)
+        assert step.budget == 140
+    step.run(10)
+    assert step.budget == 23
+
+
+def test_repeats_soon_after_each_other_widen_the_margin() -> None:
+    step = Step(margin=1.25)
+    for count in (100, 100, 1000):
+        step.run(count)
+    first = budget_of([[1000]], margin=1.25).rows[0][0]
+    assert step.budget == first
+    step.run(first + 1)
+    assert step.budget == budget_of([[first + 1]], margin=1.5).rows[0][0]
