@@ -323,6 +323,8 @@ _NOT_WITH_FIXED_ROWS = (
     "--ampipe-partner",
     "--ampipe-condense",
     "--ampipe-memory-budget",
+    # It would keep the pass that is repeated.
+    "--ampipe-routing-dir",
     "--overlap-grad-reduce",
     "--overlap-param-gather",
     "--use-megatron-fsdp",

@@ -53,6 +53,9 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
     gate = refuse(args, run)
     run = replace(run, gate=gate, adjustments=adjustments)
     if run.pipelined:
+        if run.settings.rows == "fixed" and on_gpu:
+            rule = "is built for CPUs so far: no event orders the counts before what reads them on a device"
+            raise SETTING["rows"].refuse("fixed", rule, "Leave it out.")
         run = _with_changed_arguments(args, run, on_gpu=on_gpu)
     run = replace(run, environment=environment_of(args, run.settings, on_gpu=on_gpu))
     if run.pipelined:

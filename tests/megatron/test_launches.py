@@ -18,7 +18,7 @@ from megatron_ampipe.launch import host, resolve
 from megatron_ampipe.plan.cluster import Cluster, read_cluster
 from megatron_ampipe.plan.plan_file import Plan
 from tests import te_permutation_standin
-from tests.megatron.launcher import squeezed
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, squeezed
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -175,6 +175,18 @@ def test_the_table_shows_what_orders_streams_and_collectives_on_a_gpu(
     table = table_of(flags, monkeypatch, capsys)
     assert squeezed("warning TORCH_NCCL_AVOID_RECORD_STREAMS=0") in table
     assert squeezed("warning NCCL_LAUNCH_ORDER_IMPLICIT=0") in table
+
+
+def test_fixed_rows_are_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = [*TINY_GPT, *TINY_MOE, *MOCK_DATA, "--ampipe-degree", "2", "--transformer-impl", "local"]
+    table = table_of("--ampipe-rows fixed", monkeypatch, capsys, model)
+    assert squeezed("chunk boundaries") in table
+    monkeypatch.setattr(host, "installed", lambda: False)
+    with pytest.raises(BadInput, match="--ampipe-rows fixed: is built for CPUs so far"):
+        table_of("--ampipe-rows fixed", monkeypatch, capsys, model)
 
 
 def test_a_launch_reads_its_plan_once(

@@ -80,6 +80,7 @@ REFUSED = {
             "--ampipe-condense 0.9",
             "--ampipe-memory rebuild",
             "--ampipe-memory-budget 40GiB",
+            "--ampipe-routing-dir records",
             "--recompute-granularity selective --recompute-modules moe_act",
             "--overlap-grad-reduce",
             "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
