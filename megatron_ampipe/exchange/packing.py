@@ -183,7 +183,11 @@ class AllToAllChunk:
         self._gathered = HostCopy(gathered)
 
     def transport(self) -> RowTransport:
-        """The token exchange of the chunk, or the first of its two hops."""
+        """The token exchange of the chunk, or the first of its two hops.
+
+        The first call blocks the host until the counts of all ranks have arrived, and sets :attr:`splits`:
+        the only wait of the host in a layer.
+        """
         if self.splits is None:
             self.splits = self._read(self._gathered)
             del self._gathered

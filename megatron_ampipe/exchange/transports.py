@@ -47,14 +47,22 @@ Transport = RowTransport | CallTransport
 
 
 class Codec(Protocol):
-    """Encodes the tensors of one chunk before they are sent, and decodes the received tensors."""
+    """Encodes the tensors of one chunk before they are sent, and decodes the received tensors.
+
+    ``combine`` says the way of the rows: from the experts back to the ranks of the tokens, as in the forward
+    pass of ``combine`` and in the backward pass of ``dispatch``; else from the tokens to the experts.
+    """
 
     uses: Sequence[Tensor]
     """Tensors that it reads in addition to its arguments."""
 
-    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]: ...
+    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
+        """The tensors that are sent in place of these."""
+        ...
 
-    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived: ...
+    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
+        """The tensors that these stand for; they are complete when its function has run."""
+        ...
 
 
 def exchange_chunks(
@@ -64,9 +72,10 @@ def exchange_chunks(
     combine: bool,
     codecs: Sequence[Codec] | None = None,
 ) -> Transfer:
-    """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
+    """Issue the dispatch or the combine of several chunks: a collective for each of their tensors.
 
-    ``transports`` all have the same class. Outputs are ordered by chunk.
+    ``transports`` all have the same class, which says whether the rows of all chunks go as one collective.
+    ``combine`` is the way of the rows (:class:`Codec`). Outputs are ordered by chunk.
     """
     if codecs is not None:
         return _through_codecs(codecs, transports, tensors, combine)

@@ -111,6 +111,7 @@ class StackCall:
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
         """Run the backward pass: the gradients of ``hidden`` and of the first layer's attention half.
 
+        The feed-forward half is experts and MLPs; the router and all other parameters count to attention.
         The gradients of later layers, and of the first layer's feed-forward half, are complete earlier. They
         are handed to their accumulation nodes at that time, whose hooks start the reductions.
         """
