@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 
-from megatron_ampipe.block.settings import ExchangeName
+from megatron_ampipe.block.settings import SETTING, ExchangeName
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import config_names, find_config, load, shown
 from megatron_ampipe.launch import config_files, flags
 from megatron_ampipe.launch.config_files import resolve
-from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Exchange
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,3 +182,7 @@ def test_a_plan_of_the_command_line_replaces_what_files_say_of_it(
 def test_the_names_of_exchanges_are_those_that_schedules_know() -> None:
     """The flag, which no schedule may be imported for, and the format of plan files have them from here."""
     assert get_args(ExchangeName) == tuple(exchange.value for exchange in Exchange)
+
+
+def test_the_flag_offers_every_named_schedule() -> None:
+    assert set(SETTING["schedule"].choices) == set(SCHEDULE_NAMES)
