@@ -1,1 +1,1 @@
-"""Core attention of a chunk: kernels, attention in pieces, ring attention. Depends only on torch."""
+"""Core attention of a chunk: kernels, attention in pieces, ring attention. Imports torch, and no Megatron."""

@@ -1,1 +1,3 @@
-"""The settings of a run and the layers of hybrid models. Imports neither torch nor Megatron."""
+"""What describes a block: flags, parallel layout, layers of hybrid models, Megatron's arguments.
+
+Imports neither torch nor Megatron."""

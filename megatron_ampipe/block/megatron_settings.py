@@ -90,7 +90,7 @@ class Arguments:
     """Megatron's arguments by name, from all places where a run has them.
 
     This is the only type that stands for them. Its values come from the sizes of a planned block, from the
-    parts of a recipe, or from parsed arguments that a plan has partly replaced.
+    parts of a recipe, or from parsed arguments, also with values that a plan has replaced.
 
     An argument that is nowhere is None: versions of Megatron, and recipes, have different ones.
 

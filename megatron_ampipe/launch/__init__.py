@@ -1,1 +1,1 @@
-"""Entry points, flags and the host platform: the only package that imports ``megatron.training``."""
+"""Entry points, flags and the host platform: the only part of a run that imports ``megatron.training``."""

@@ -72,7 +72,9 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
 
 
 def refuse(args: argparse.Namespace, run: Run) -> type | None:
-    """Apply all refusals of flags and models; those of files follow when they are read and compared.
+    """Apply the refusals of flags and models, except what depends on the device.
+
+    Those of files follow when they are read and compared.
 
     Returns the router class of ``--ampipe-router``; None for Megatron's own. Raises :class:`BadInput`.
     """

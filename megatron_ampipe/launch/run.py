@@ -1,8 +1,8 @@
 """What a training run does: one record, from the flags and the files that they name to the first batch.
 
 It is made in two steps, as Megatron's arguments are: :func:`requested` after they are parsed, and
-:func:`~megatron_ampipe.launch.resolve.resolve` after they are validated. Files are read once. Layers, hooks
-and the start-up table get the record or parts of it, and no arguments.
+:func:`~megatron_ampipe.launch.resolve.resolve` after they are validated. Files are read once. The
+start-up table gets the record, hooks and layers get parts of it, and nobody Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ switches the argument off afterwards."""
 class Run:
     """What a training run does.
 
-    The fields after ``disabled_flags`` are set by :func:`~megatron_ampipe.launch.resolve.resolve`.
+    :func:`~megatron_ampipe.launch.resolve.resolve` sets the pipeline and the fields after ``disabled_flags``.
 
     Attributes:
         settings: The values of all ``--ampipe-*`` flags. A saved plan that is read again counts as

@@ -1,4 +1,5 @@
 """Megatron-core's MoE transformer layer as a pipeline of chunks: what each stage computes.
 
-Connects Megatron's modules to :mod:`megatron_ampipe.runtime`. Contains no stream, event or collective.
+Connects Megatron's modules to :mod:`megatron_ampipe.runtime`. Contains no stream and no
+event. Collectives are stages, except those that sort rows around a stack or gather keys.
 """

@@ -1,4 +1,4 @@
-"""The state of one pass of one micro-batch through a block, so that a layer can have several in flight."""
+"""The state of one micro-batch in a block, so that a layer can have several in flight."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megatron_ampipe.schedule.pipeline import builds_layers
 
 @dataclass(slots=True)
 class AMPipeContext:
-    """Settings, executor and recorder of a process.
+    """What all pipelined layers of a process share: settings, the current pipeline, executor, recorder, ...
 
     Attributes:
         settings: The values of the flags ``--ampipe-*``.
@@ -40,7 +40,7 @@ class AMPipeContext:
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; at first as in ``given``.
         predicted_ms: The predicted times of a block's forward and backward pass, from a plan; only logged.
-        run_being_built: The ``ConsecutiveLayers`` of the layer that was built last.
+        layers_being_built: The ``ConsecutiveLayers`` of the layer that was built last.
     """
 
     settings: Settings
@@ -61,7 +61,7 @@ class AMPipeContext:
     condenser: Condenser | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
-    run_being_built: object = field(init=False, default=None, repr=False)
+    layers_being_built: object = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.pipeline = self.given

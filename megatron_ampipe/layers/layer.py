@@ -64,13 +64,13 @@ class AMPipeTransformerLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
         if not shares_schedule_with_previous or self.is_mtp_layer:
-            ampipe.run_being_built = ConsecutiveLayers(ampipe)
+            ampipe.layers_being_built = ConsecutiveLayers(ampipe)
         number = math.inf if self.is_mtp_layer else kwargs.get("layer_number", 1)
         recomputed = number <= ampipe.recomputed_layers
         self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
-        run = ampipe.run_being_built
-        assert isinstance(run, ConsecutiveLayers), "a layer joins a run, and no layer was built before it"
-        self._stack = run.add(self._block)
+        layers = ampipe.layers_being_built
+        assert isinstance(layers, ConsecutiveLayers), "no layer was built before this one"
+        self._stack = layers.add(self._block)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""The interface that layers implement for the runtime: a block's stage functions, and the state of a pass."""
+"""What layers implement for the runtime: a block's stage functions, and the state of a micro-batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class BlockFunctions(Protocol):
 
 
 class BlockState(Protocol):
-    """The state of one pass of one micro-batch through a block, made for every forward call."""
+    """The state of one micro-batch in a block, forward and backward; made for every forward call."""
 
     draws: bool
     """Whether stages draw random numbers, which a recompute must draw again."""

@@ -1,4 +1,4 @@
-"""Compiles a schedule to tapes, once: everything that is known before the first batch is decided here."""
+"""Compiles a schedule to tapes, once for each length: what does not depend on data is decided here."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def finish(transfer: Transfer | None) -> None:
 
 
 class CudaExecutor:
-    """Runs computation on the current stream, and each communication lane on two more, one for its counts.
+    """Runs computation on the current stream, and each communication lane on another, ``counts`` on one more.
 
     Communication streams have a high priority, so that a collective that is ready does not wait for the
     remaining thread blocks of a kernel that fills the GPU.

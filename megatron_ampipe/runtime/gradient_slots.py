@@ -35,8 +35,8 @@ _Part = tuple[Source, int | None]
 class Gradients:
     """Binds the backward stages of a block to the gradients that they take and give, in issue order.
 
-    Methods append to ``ops`` the slot operations that a step runs before its function (to read gradients) or
-    after it (to add them).
+    Methods append the slot operations that a step runs before its function (to read gradients) or after it
+    (to add them): to the lists of a step, or to ``ops``.
 
     Args:
         block: The block.

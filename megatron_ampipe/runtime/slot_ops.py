@@ -1,6 +1,6 @@
-"""Moves: what a tape does with slots between stage functions (gather or join rows, add gradients).
+"""Slot operations: what a tape does with slots between stage functions (gather or join rows, add gradients).
 
-An argument that is a slot, or a slice of a slot, needs no move. None stands for a gradient of zeros.
+An argument that is a slot, or a slice of a slot, needs none. None stands for a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class SlotOp(NamedTuple):
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All slots that the move reads or writes."""
+        """All slots that the operation reads or writes."""
         return self.target, *self.sources
 
 
-def run_slot_ops(moves: Iterable[SlotOp], slots: Slots) -> None:
-    """Run moves in order."""
-    for function, target, sources, fixed in moves:
+def run_slot_ops(ops: Iterable[SlotOp], slots: Slots) -> None:
+    """Run operations in order."""
+    for function, target, sources, fixed in ops:
         slots[target] = function(slots[target], *fixed, *[slots[source] for source in sources])
 
 

@@ -2,7 +2,8 @@
 
 :class:`~megatron_ampipe.schedule.dataflow.DataFlow` lists the values that each stage takes from other stages.
 A value or gradient has a slot from the step that gives it to the last step that takes it. If one of them is
-per chunk and the other per sequence, the argument is a slice of the slot, or a move gathers or joins rows.
+per chunk and the other per sequence, the argument is a slice of the slot, or an operation gathers
+or joins rows.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class BlockLayout:
             return self._joined.num_keys
         return sum(span.length for span in self.spans(layout, None))
 
-    def read(self, slot: int, layout: Layout, chunk: int | None, moves: list[SlotOp]) -> SlotRef:
+    def read(self, slot: int, layout: Layout, chunk: int | None, ops: list[SlotOp]) -> SlotRef:
         """The argument for a chunk's rows of a value of the whole sequence; of keys, all that it sees."""
         if chunk is None or layout is Layout.BLOCK:
             return SlotRef(slot)
@@ -135,10 +136,10 @@ class BlockLayout:
         if len(spans) == 1:
             return self._slice(slot, spans[0], layout)
         target = self.numbers.temporary()
-        moves.append(SlotOp(gather, target, (slot,), (spans,)))
+        ops.append(SlotOp(gather, target, (slot,), (spans,)))
         return SlotRef(target)
 
-    def write(self, slot: int, layout: Layout, chunk: int | None, moves: list[SlotOp]) -> SlotRef:
+    def write(self, slot: int, layout: Layout, chunk: int | None, ops: list[SlotOp]) -> SlotRef:
         """The place for a result: a chunk's rows of a buffer, or the slot if it is of the whole sequence."""
         if chunk is None:
             return SlotRef(slot)
@@ -146,7 +147,7 @@ class BlockLayout:
         if len(spans) == 1:
             return self._slice(slot, spans[0], layout)
         source = self.numbers.temporary()
-        moves.append(SlotOp(scatter, slot, (source,), (spans, self.num_rows(layout))))
+        ops.append(SlotOp(scatter, slot, (source,), (spans, self.num_rows(layout))))
         return SlotRef(source)
 
     def _slice(self, slot: int, span: Span, layout: Layout) -> SlotRef:

@@ -1,4 +1,4 @@
-"""One pass of one micro-batch through the blocks that share a schedule, forward and backward.
+"""One micro-batch in the blocks that share a schedule: its forward pass and its backward pass.
 
 All blocks are one autograd function, which runs a tape. They exchange rows chunk by chunk: a block reads the
 rows that the block below it has written so far.

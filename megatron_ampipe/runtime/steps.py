@@ -1,7 +1,7 @@
 """The steps of a tape. A step is a function of one stage, bound to numbered slots.
 
-Before the first batch, :mod:`.compile` decides which slots a step reads as its arguments, which it writes its
-results to, and which it frees. When an executor runs a step, it reads and writes the state of one pass.
+When a schedule is compiled (:mod:`.compile`), it is decided which slots a step reads as its arguments, which
+it writes its results to, and which it frees. A run step reads and writes the state of a micro-batch.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Step(ABC):
 
     Attributes:
         stage: The stage.
-        before: Moves that run before the function.
+        before: Slot operations before the function.
         takes: Where its arguments are.
         gives: Where its results go.
-        after: Moves that run after it.
+        after: Slot operations after it.
         others: Further slots that the function itself reads or writes.
         frees: Slots that are emptied once the arguments are taken.
         drops: Slots that are emptied at the end of the step.
@@ -156,16 +156,16 @@ class Step(ABC):
     @property
     def taken(self) -> list[int]:
         """The slots that are read before the function runs."""
-        return [slot for move in self.before for slot in move.slots] + [place.slot for place in self.takes]
+        return [slot for op in self.before for slot in op.slots] + [place.slot for place in self.takes]
 
     @property
     def given(self) -> list[int]:
         """The slots that are read or written later."""
-        moved = [slot for move in self.after for slot in move.slots]
+        moved = [slot for op in self.after for slot in op.slots]
         return [*self.others, *(place.slot for place in self.gives), *moved]
 
     def text(self, names: Sequence[str]) -> str:
-        """The lines of the step in a printed tape: moves, arguments and results, moves, freed slots.
+        """The lines of the step in a printed tape: operations, arguments, results, operations, freed slots.
 
         Args:
             names: The names of all slots.
@@ -175,11 +175,11 @@ class Step(ABC):
             rows = ("" if rows is None else f"[{rows.start}:{rows.stop}]" for _, rows, _ in places)
             return ", ".join(names[place.slot] + part for place, part in zip(places, rows, strict=True))
 
-        def moved(moves: Sequence[SlotOp]) -> list[str]:
+        def moved(ops: Sequence[SlotOp]) -> list[str]:
             return [
-                f"{move.function.__name__}({', '.join(names[slot] for slot in move.sources)})"
-                f" -> {names[move.target]}"
-                for move in moves
+                f"{op.function.__name__}({', '.join(names[slot] for slot in op.sources)})"
+                f" -> {names[op.target]}"
+                for op in ops
             ]
 
         call = f"{self.stage}: {type(self).__name__}({named(self.takes)})"

@@ -27,7 +27,7 @@ class Call:
         needs: Positions of the calls that must have ended before.
         steps: One step per chunk; for a transfer, one step for all its chunks. Gradient reductions have no
             steps: :mod:`.stack_call` starts them.
-        ends: Whether it is the last call of its block.
+        ends: Whether its block ends with it: the last computed stage, if all transfers have ended.
         ends_half: Whether it completes the gradients of the feed-forward half of its block.
     """
 
@@ -89,12 +89,12 @@ class Tapes:
 
     Attributes:
         passes: The tape of each direction; the backward one has no calls if nothing is differentiated.
-        num_slots: Number of slots that a pass of one micro-batch needs.
+        num_slots: Number of slots that a micro-batch needs, forward and backward.
         hidden: Slot of the input of the first block.
         output: Slot of the output of the last block.
         above: Slot of the gradient of the output.
         gradient: Slot of the gradient of ``hidden``, after :attr:`finish`.
-        finish: Moves that run after the backward pass.
+        finish: Slot operations after the backward pass.
         for_recompute: Blocks whose forward stages run again in the backward pass.
         names: Names of the slots, for printing.
     """

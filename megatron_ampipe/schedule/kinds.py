@@ -2,9 +2,10 @@
 
 A row of the table gives the lane of a kind, whether it runs once per sequence or once per chunk, and the
 values that it takes and gives. :func:`rows` lists the rows of a block in order, with the lane and scope that
-they have there. All else follows: the dependencies (:mod:`.dataflow`), and which tensors pass between stages
-and when they are released (``runtime.compile``). A new kind needs a row here with its place in :func:`rows`,
-a function in ``layers``, and a cost in ``plan``.
+they have there. Other fields say what a kind restores, whose weight gradients it computes, and whether its
+chunks are ordered. All else follows: the dependencies (:mod:`.dataflow`), and which tensors pass between
+stages and when they are released (``runtime.compile``). A new kind needs a row here with its place in
+:func:`rows`, a function in ``layers``, and a cost in ``plan``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a block does not save between forward and backward, and how its backward pass gets that back.
 
 One policy for each stage that can save less than everything it computes (:class:`SavedPolicy`). It is decided
-here, before the first batch, from the memory strategy (``--ampipe-memory``, Megatron's offloading, or what
-fits into ``--ampipe-memory-budget``) and from Megatron's recompute flags. ``schedule.kinds`` adds the stages
-that it needs, and ``runtime.saved_tensors`` executes it.
+here, before a schedule is compiled, from the memory strategy (``--ampipe-memory``, Megatron's offloading, or
+what fits into ``--ampipe-memory-budget``) and from Megatron's recompute flags. ``schedule.kinds`` adds the
+stages that it needs; ``runtime.saved_tensors`` executes it, stages on the tape what comes back through them.
 """
 
 from __future__ import annotations

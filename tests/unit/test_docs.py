@@ -152,6 +152,17 @@ def test_pages_are_as_short_as_they_should_be_and_the_log_is_indexed() -> None:
     assert days and re.findall(r"\]\((2[\d-]+\.md)\)", index) == days
 
 
+def test_the_types_to_know_are_classes_of_the_core() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    sentence = re.search(r"know (\d+) types: ([^.]*)\.", text)
+    assert sentence is not None
+    names = re.findall(r"`(\w+)`", sentence[2])
+    assert len(names) == int(sentence[1])
+    core = [path.read_text() for path in SOURCES if path.parent.name in ("schedule", "layers", "runtime")]
+    classes = {name for source in core for name in re.findall(r"^class (\w+)", source, re.M)}
+    assert set(names) <= classes
+
+
 def help_examples(tool: str | None) -> list[list[str]]:
     """The arguments after ``ampipe`` of every example in a tool's help; for None, in ``ampipe --help``."""
     parser = build_parser(tool)
