@@ -120,7 +120,7 @@ class Hooks:
         return log
 
 
-def on_training_stream[**P](construct: Callable[P, None]) -> Callable[P, None]:
+def on_training_stream[**P, R](construct: Callable[P, R]) -> Callable[P, R]:
     """Wrap the constructor of Megatron's ``DistributedDataParallel`` to run on the training stream.
 
     The accumulation nodes that it keeps belong to the current stream. Megatron builds it on a separate
@@ -128,9 +128,9 @@ def on_training_stream[**P](construct: Callable[P, None]) -> Callable[P, None]:
     """
 
     @functools.wraps(construct)
-    def constructing(*args: P.args, **kwargs: P.kwargs) -> None:
+    def constructing(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.cuda.stream(torch.cuda.default_stream()):
-            construct(*args, **kwargs)
+            return construct(*args, **kwargs)
 
     return constructing
 

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ampipe.plan.model_file import ModelFlags, TrainingFlags, block_of, find_model, read_model
+from megatron_ampipe.plan.model_block import block_of
+from megatron_ampipe.plan.model_file import find_model, read_model
+from megatron_ampipe.plan.model_flags import ModelFlags, TrainingFlags
 from megatron_ampipe.plan.rank_memory import RankMemory, memory_by_stage
 from megatron_ampipe.schedule import Pipeline
 from tests.plan_cases import cluster
