@@ -16,10 +16,11 @@ import json
 import random
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -119,6 +120,13 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def turns(kinds: Sequence[str], shapes: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every kind once, with the shapes in turns; then every kind with its next shape, and so on, endlessly."""
+    for cycle in itertools.count():
+        for index, kind in enumerate(kinds):
+            yield kind, shapes[(index + cycle) % len(shapes)]
+
+
 class Soak:
     """Rounds of all shapes in turns, and the document of what they have shown."""
 
@@ -149,7 +157,7 @@ class Soak:
 
     def run(self) -> None:
         """Run rounds until the time is over."""
-        for number, (kind, shape) in enumerate(itertools.cycle(itertools.product(self._kinds, self._shapes))):
+        for number, (kind, shape) in enumerate(turns(self._kinds, self._shapes)):
             if number > 0 and self.minutes > self._arguments.minutes:
                 return
             options = replace(self._options, shape=SHAPES[shape])
@@ -189,6 +197,8 @@ def _without_folders(words: Sequence[str]) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Run rounds until the time is over; returns 0 if all of them were as the undisturbed trainings."""
     arguments = _arguments(words)
+    # Launches have sessions, which would outlive this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
         folder = arguments.keep
         if folder is None:

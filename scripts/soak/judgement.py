@@ -13,7 +13,7 @@ _VALUE = re.compile(r"\| (lm loss|grad norm): (\S+)")
 _VALIDATION = re.compile(r"validation loss at (iteration \d+.*?) \| lm loss value: (\S+)")
 _PRINTED_DIGITS = 2e-6
 """Relative error of a mean of printed losses, which have seven digits."""
-_MOST_GROWTH = 1.02
+_MOST_GROWTH = 1.01
 """Most by which a rank's memory may grow from the second to the last quarter of a training."""
 FEWEST_SAMPLES = 60
 """Of fewer samples no growth is told."""

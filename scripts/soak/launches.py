@@ -52,8 +52,8 @@ SHAPES = {
     "pp2-ep2": Shape(
         4,
         "--num-experts 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-        "--num-layers-per-virtual-pipeline-stage 1",
-        "two pipeline stages of two virtual stages, each of two expert-parallel ranks",
+        "--num-layers-per-virtual-pipeline-stage 1 --moe-layer-freq [0,1,1,1]",
+        "two pipeline stages of two virtual stages, the first one without experts; two expert-parallel ranks",
     ),
 }
 
