@@ -121,7 +121,7 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def turns(kinds: Sequence[str], shapes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every kind once, with the shapes in turns; then every kind with its next shape, and so on, endlessly."""
+    """Every kind once, with the shapes in turns; then every kind with its next shape; without an end."""
     for cycle in itertools.count():
         for index, kind in enumerate(kinds):
             yield kind, shapes[(index + cycle) % len(shapes)]

@@ -74,24 +74,25 @@ def _pauses(options: Options, pid: int) -> Iterator[None]:
 
 def sigterm(options: Options, name: str) -> Samples:
     """All ranks get SIGTERM, Megatron's own choice."""
-    return _ended_by_signal(options, name, signal.SIGTERM)
+    _end_by_signal(options, name, signal.SIGTERM)
+    return _continued(options, name)
 
 
 def sigusr2(options: Options, name: str) -> Samples:
     """All ranks get the signal of ``--exit-signal``."""
-    return _ended_by_signal(options, name, signal.SIGUSR2, "--exit-signal", "SIGUSR2")
+    _end_by_signal(options, name, signal.SIGUSR2, "--exit-signal", "SIGUSR2")
+    return _continued(options, name)
 
 
-def _ended_by_signal(options: Options, name: str, number: signal.Signals, *flags: str) -> Samples:
+def _end_by_signal(options: Options, name: str, number: signal.Signals, *flags: str) -> None:
     with launched(options, name, load=False, extra=flags) as training:
-        training.wait_for(options.somewhere())
+        training.wait_for(max(options.somewhere(), options.interval + 1))
         for pid in training.ranks():
             os.kill(pid, number)
         _expect_success(training)
         count_lines(training.output, MEGATRON_EXITS)
         if training.last_iteration == options.num_iterations:
             raise SoakFailed(f"{training.log.name}: {number.name} has not ended it")
-    return _continued(options, name)
 
 
 def killed_rank(options: Options, name: str) -> Samples:
@@ -117,17 +118,16 @@ def full_disk(options: Options, name: str) -> Samples:
 
 
 def cut_checkpoint(options: Options, name: str) -> Samples:
-    """The newest checkpoint is cut in the middle; the one before must load."""
+    """The launcher and all ranks are killed, and the newest checkpoint is cut in the middle."""
     with launched(options, name, load=False) as training:
         training.wait_for(max(options.somewhere(), 2 * options.interval + 1))
-    newest = options.last_saved(name)
-    files = [path for path in (options.checkpoints(name) / f"iter_{newest:07d}").rglob("*") if path.is_file()]
-    largest = max(files, key=lambda path: path.stat().st_size)
-    os.truncate(largest, largest.stat().st_size // 2)
-    with launched(options, name, load=True) as training:
-        _expect_failure(training, "a checkpoint that was cut in the middle loaded")
-        count_lines(training.output, AMPIPE_ENDS)
-    return _continued(options, name, "--ckpt-step", str(newest - options.interval))
+    return _continued_without_newest(options, name)
+
+
+def cut_at_sigterm(options: Options, name: str) -> Samples:
+    """The checkpoint that is saved at SIGTERM is cut in the middle, as by a node that goes down too early."""
+    _end_by_signal(options, name, signal.SIGTERM)
+    return _continued_without_newest(options, name)
 
 
 DISTURBANCES = {
@@ -136,7 +136,12 @@ DISTURBANCES = {
     "sigusr2": Disturbance(sigusr2, 0, "SIGUSR2 to all ranks, with `--exit-signal SIGUSR2`"),
     "killed-rank": Disturbance(killed_rank, 1, "SIGKILL to one rank"),
     "full-disk": Disturbance(full_disk, 1, "no file can grow any more at a save"),
-    "cut-checkpoint": Disturbance(cut_checkpoint, 2, "killed, and the newest checkpoint cut in the middle"),
+    "cut-checkpoint": Disturbance(
+        cut_checkpoint, 2, "SIGKILL to all, and the newest checkpoint cut in the middle"
+    ),
+    "cut-at-sigterm": Disturbance(
+        cut_at_sigterm, 1, "SIGTERM to all ranks, and the checkpoint saved then cut in the middle"
+    ),
 }
 
 
@@ -145,6 +150,20 @@ def _continued(options: Options, name: str, *flags: str) -> Samples:
     with launched(options, name, load=True, extra=flags) as training:
         _expect_success(training)
         return training.samples
+
+
+def _continued_without_newest(options: Options, name: str) -> Samples:
+    """Cut the newest checkpoint, which must not load, and go on from the one before."""
+    newest = options.last_saved(name)
+    folder = options.checkpoints(name) / f"iter_{newest:07d}"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    with launched(options, name, load=True) as training:
+        _expect_failure(training, "a checkpoint that was cut in the middle loaded")
+        count_lines(training.output, AMPIPE_ENDS)
+    before = (newest - 1) // options.interval * options.interval
+    return _continued(options, name, "--ckpt-step", str(before))
 
 
 def _expect_success(training: Training) -> None:
