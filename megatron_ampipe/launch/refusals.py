@@ -211,6 +211,11 @@ def _partner_flag(args: Arguments) -> str | None:
     return megatrons if megatrons in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
 
 
+def _overlaps_tensor_ranks(args: Arguments) -> bool:
+    """Whether ``--tp-comm-overlap`` is given, which pipelined runs switch off."""
+    return bool(args.tp_comm_overlap) or "--tp-comm-overlap" in (args.ampipe_disabled_flags or ())
+
+
 def _resends(memory: str | None) -> bool:
     """Whether tokens of a chunk are (or may be) redispatched with this ``--ampipe-memory``."""
     return memory == AUTO or any(
@@ -589,9 +594,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.mlp_chunks_for_training > 1,
     ),
     Refusal(
-        "--tp-comm-overlap",
-        "Transformer Engine's buffers for it have the size of the whole sequence, and it aborts at a chunk",
-        "Leave it out; chunks overlap with the communication of tensor parallelism without it.",
+        "--tp-comm-overlap-cfg",
+        "the file may have reduce-scatters round to 8 bits, which they do not without the overlap",
+        "Leave it out, or train with --ampipe-degree 1.",
+        lambda args: (
+            _overlaps_tensor_ranks(args) and _with(args, "--tp-comm-overlap-cfg", _set(args, "--fp8-format"))
+        ),
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards",

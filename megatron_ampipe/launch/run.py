@@ -48,6 +48,9 @@ SWITCHED_OFF: Mapping[str, str] = {
     "--delay-wgrad-compute": _SAME_WEIGHTS,
     "--moe-router-padding-for-quantization": _SAME_ROWS,
     "--moe-router-padding-for-fp8": _SAME_ROWS,
+    "--tp-comm-overlap": (
+        "its buffers have the size of a whole sequence; the same transfers follow or precede the products"
+    ),
     _OFFLOADING_FLAG: "--ampipe-memory offload puts away all that experts keep, these modules included",
     "--fused-residual-rmsnorm": (
         "stages call the norm and the residual addition one after the other, with the same result"

@@ -87,7 +87,8 @@ LAUNCHES = {
         ("fp8 tensorwise a scale for each chunk",),
     ),
     "tensor and context parallel": Launch(
-        ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm", ("ring of 2 ranks",)
+        ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm --tp-comm-overlap",
+        ("ring of 2 ranks", "--tp-comm-overlap switched off"),
     ),
     # Megatron checks the number of connections after its own overlap of the same all-to-alls is switched off.
     "overlaps in a pipeline": Launch(

@@ -122,6 +122,7 @@ REFUSED = {
             )
         ),
     ],
+    "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [
         *(f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")),
         *(
