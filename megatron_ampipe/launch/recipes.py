@@ -220,14 +220,10 @@ def _pipelined(
         from megatron_ampipe.layers.hybrid import pipelined_stack
 
         return pipelined_stack(spec, _context(run))
-    from megatron.core.transformer.transformer_block import _get_block_submodules
+    from megatron_ampipe.layers.layer import listed, pipelined
 
-    from megatron_ampipe.layers.layer import pipelined
-
-    if run.pipeline.stack != 1:
-        # One specification for all layers does not give their order; Megatron's list does.
-        spec = _get_block_submodules(transformer, spec, vp_stage)
-    return pipelined(spec, _context(run))
+    context = _context(run)
+    return pipelined(listed(spec, transformer, context, vp_stage=vp_stage), context)
 
 
 def _make_groups(transformer: TransformerConfig, run: Run, groups: ProcessGroupCollection | None) -> None:

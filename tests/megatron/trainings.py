@@ -165,9 +165,10 @@ TRAININGS: dict[str, Training] = {
         restarts=((0, 1), (1, 0)),
         moments=True,
     ),
-    # Several micro-batches wait for their backward at the same time.
+    # Several micro-batches wait for their backward at the same time. One specification is all layers'.
     "interleaved": Training(
-        flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
+        flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
+        "--spec tests.megatron.custom_spec layer_of",
         ours=(STACK, f"{REBUILD} --overlap-grad-reduce {PLACED}", f"{PARTNER}--overlap-grad-reduce"),
         said=ALL_LAYERS,
     ),
