@@ -15,6 +15,7 @@ from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.environment import (
+    PARTNER_FLAG,
     captured_modules,
     exchanges_of,
     layout_of_args,
@@ -83,7 +84,8 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object
         flag = _setting_of_plan(args)[0].flag
         flags, off = f"{flag} {settings.plan}", f"no {flag}"
     elif pipeline.partner is not None and pipeline.degree == 1:
-        flags, off = "--ampipe-partner", "no --ampipe-partner"
+        flag = PARTNER_FLAG if PARTNER_FLAG in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
+        flags, off = flag, f"no {flag}"
     elif pipeline.degree > 1 or settings.automatic:
         flags, off = f"--ampipe-degree {AUTO if settings.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
@@ -201,14 +203,6 @@ def _names_weights(args: Arguments) -> bool:
 def _measures_without_training(args: Arguments) -> bool:
     chosen = args.ampipe_cluster or (args.ampipe_save_plan and os.path.isfile(args.ampipe_save_plan))
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
-
-
-def _partner_flag(args: Arguments) -> str | None:
-    """The flag that asks for partners: AMPipe's, or Megatron's, which becomes it."""
-    if not args.ampipe_partner:
-        return None
-    megatrons = "--overlap-moe-expert-parallel-comm"
-    return megatrons if megatrons in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
 
 
 def _overlaps_tensor_ranks(args: Arguments) -> bool:
@@ -617,7 +611,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-megatron-fsdp",
         "it gathers parameters for one pass at a time",
         "Leave out the flag that is named with it, or use --use-distributed-optimizer.",
-        lambda args: _with(args, "--use-megatron-fsdp", _partner_flag(args)),
+        lambda args: _with(args, "--use-megatron-fsdp", _set(args, "--ampipe-partner")),
     ),
     Refusal(
         "--use-megatron-fsdp",

@@ -196,8 +196,12 @@ TRAININGS: dict[str, Training] = {
             flags=EP + LLAMA + SHARED + "--use-megatron-fsdp --use-distributed-optimizer "
             "--ckpt-format fsdp_dtensor --untie-embeddings-and-output-weights --calculate-per-token-loss "
             f"--data-parallel-sharding-strategy {strategy}",
-            ours=(BLOCKS, FULL + BLOCKS),
-            said=("layers per schedule 1, in place of all Megatron-FSDP gathers the parameters",),
+            ours=tuple(f"{again}{BLOCKS}--overlap-moe-expert-parallel-comm" for again in ("", FULL)),
+            said=(
+                "layers per schedule 1, in place of all Megatron-FSDP gathers the parameters",
+                "--overlap-moe-expert-parallel-comm switched off: Megatron-FSDP gathers parameters for one "
+                "pass at a time; the same all-to-alls overlap with other chunks",
+            ),
             num_ranks=4,
             stand_ins="fsdp",
         )
@@ -206,7 +210,11 @@ TRAININGS: dict[str, Training] = {
     # In a pipeline several micro-batches are in flight, each with its own graphs.
     "graphs": Training(
         flags=EP + PP + LLAMA + SHARED + FOUR_LAYERS,
-        ours=(f"{BLOCKS}--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess mlp",),
+        ours=(
+            f"{BLOCKS}--overlap-moe-expert-parallel-comm --cuda-graph-impl local --cuda-graph-modules attn "
+            "moe_router moe_preprocess mlp",
+        ),
+        said=("switched off: a pipeline stage without virtual stages waits for the next stage",),
         num_ranks=4,
         stand_ins="graphs",
     ),
