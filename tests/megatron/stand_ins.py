@@ -74,6 +74,14 @@ def conversations() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def tensor_overlap() -> Iterator[None]:
+    """``--tp-comm-overlap``, which AMPipe switches off, is read as where there is a GPU."""
+    others = tuple(flag for flag in host.GPU_ONLY_FLAGS if flag != "--tp-comm-overlap")
+    with mock.patch.object(host, "GPU_ONLY_FLAGS", others):
+        yield
+
+
 SMALL_BUDGETS = 7
 """From this ``--ampipe-rows-margin`` on, :func:`overflows` makes some budgets too small."""
 
@@ -103,6 +111,6 @@ def overflows() -> Iterator[None]:
 
 STAND_INS = {
     "": contextlib.nullcontext, "conversations": conversations, "fsdp": fsdp, "graphs": graphs,
-    "overflows": overflows,
+    "overflows": overflows, "tensor_overlap": tensor_overlap,
 }  # fmt: skip
 """By name."""

@@ -56,6 +56,9 @@ MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-bu
 DELTA = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
 
 
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+
 def again(*modules: str) -> str:
     """Flags of selective recompute."""
     return f"--recompute-granularity selective --recompute-modules {' '.join(modules)} "
@@ -87,12 +90,29 @@ LAUNCHES = {
         ("fp8 tensorwise a scale for each chunk",),
     ),
     "tensor and context parallel": Launch(
-        ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm", ("ring of 2 ranks",)
+        ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm --tp-comm-overlap",
+        ("ring of 2 ranks", "--tp-comm-overlap switched off"),
     ),
     # Megatron checks the number of connections after its own overlap of the same all-to-alls is switched off.
     "overlaps in a pipeline": Launch(
         DEEPEP + PP + TP + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute " + SHARED,
         ("partner uncut", "--delay-wgrad-compute switched off"),
+    ),
+    # Megatron's overlap asks for a partner, which cannot be: chunks overlap.
+    "overlap and graphs": Launch(
+        ALLTOALL + PP + "--overlap-moe-expert-parallel-comm --te-rng-tracker --cuda-graph-impl local "
+        "--cuda-graph-modules attn",
+        ("CUDA graphs attn", f"{OVERLAP} switched off: a CUDA graph is a part of one pass; the same"),
+    ),
+    "overlap in a pipeline without virtual stages": Launch(
+        ALLTOALL + "--pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+        (f"{OVERLAP} switched off: a pipeline stage without virtual stages waits for the next stage",),
+    ),
+    "overlap and a capacity of chunks": Launch(
+        ALLTOALL
+        + "--overlap-moe-expert-parallel-comm --moe-expert-capacity-factor 1 --ampipe-capacity-scope "
+        "chunk",
+        (f"{OVERLAP} switched off: with --ampipe-capacity-scope, passes with a partner would be another",),
     ),
     "gated delta net": Launch(
         ALLTOALL + DELTA + SHARED + "--moe-shared-expert-gate --attention-output-gate --qk-layernorm "
@@ -148,6 +168,20 @@ def table_of(
     finally:
         session.end()
     return squeezed(capsys.readouterr().out)
+
+
+def test_an_overlap_without_partners_has_the_default_number_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the user gives a number; the exchange alone has AMPipe's layers built."""
+    flags = f"{ALLTOALL}--use-megatron-fsdp --ckpt-format fsdp_dtensor --ampipe-exchange ranks "
+    table = table_of(flags + OVERLAP, monkeypatch, capsys, MODEL[:-2])
+    why = "Megatron-FSDP gathers parameters for one pass at a time"
+    assert squeezed("degree 2 default") in table
+    assert squeezed(f"{OVERLAP} switched off: {why}; the same all-to-alls overlap with other chunks") in table
+    table = table_of(f"{flags} {OVERLAP} --ampipe-degree 1", monkeypatch, capsys, MODEL[:-2])
+    assert squeezed("degree 1 --ampipe-degree") in table
+    assert squeezed(f"{OVERLAP} switched off: {why}, and one chunk leaves nothing to overlap with") in table
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
