@@ -161,6 +161,9 @@ def pipelined(
     if isinstance(spec, ModuleSpec):
         if issubclass(spec.module, TransformerBlock):
             return dataclasses.replace(spec, submodules=pipelined(spec.submodules, context))
+        if not _is_moe(spec):
+            # A dense model, as Megatron builds one to upcycle it.
+            return spec
         if (stack := context.given.stack) != 1:
             raise BadInput(
                 "--ampipe-stack",

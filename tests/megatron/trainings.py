@@ -106,8 +106,10 @@ TRAININGS: dict[str, Training] = {
     "sharded": Training(
         flags=REAL_TEXT + OVERLAPS + "--global-batch-size 12", text="text", moments=True, num_ranks=4
     ),
-    # Combined parallelism.
-    "tp2-pp2-ep2": Training(flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA, num_ranks=4),
+    # Combined parallelism, and whole weights that are drawn on the CPU before they are divided.
+    "tp2-pp2-ep2": Training(
+        flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA + "--use-cpu-initialization", num_ranks=4
+    ),
     # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
     "masked-mtp-cp": Training(
         flags=CP + ROPE + GQA + "--seq-length 64 --vocab-size 256 --split 100,0,0 --eod-mask-loss "
