@@ -166,6 +166,9 @@ def pipelined(
     if isinstance(spec, ModuleSpec):
         if issubclass(spec.module, TransformerBlock):
             return dataclasses.replace(spec, submodules=pipelined(spec.submodules, context))
+        if not _is_moe(spec):
+            # A dense model, as Megatron builds one to upcycle it.
+            return spec
         assert context.given.stack == 1, "one specification for all layers does not give their order"
         return _pipelined_layer(spec, context)
     assert spec.layer_specs is not None

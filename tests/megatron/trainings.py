@@ -106,9 +106,9 @@ TRAININGS: dict[str, Training] = {
     "sharded": Training(
         flags=REAL_TEXT + OVERLAPS + "--global-batch-size 12", text="text", moments=True, num_ranks=4
     ),
-    # Combined parallelism.
+    # Combined parallelism, and whole weights that are drawn on the CPU before they are divided.
     "tp2-pp2-ep2": Training(
-        flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA,
+        flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA + "--use-cpu-initialization",
         ours=(f"{BLOCKS} --tp-comm-overlap",),
         said=("--tp-comm-overlap switched off: its buffers have the size of a whole sequence",),
         num_ranks=4,
