@@ -52,9 +52,10 @@ def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPi
         hooks.add(Recording(context, environment))
         if run.settings.automatic:
             _choose_later(run, context, hooks)
-    if run.choice is not None or run.settings.automatic:
-        # Another rank may have read another plan or cluster, or no file that --ampipe-save-plan names.
-        hooks.add(Agreement(run.first_pipeline))
+    if run.choice is not None or run.settings.automatic or run.custom_orders:
+        # Another rank may have read another plan or cluster, or no file that --ampipe-save-plan names, or its
+        # function of a custom schedule may return another order.
+        hooks.add(Agreement(run.first_pipeline, run.custom_orders))
     if run.gate is not None and issubclass(run.gate, TokenIdRouter):
         hooks.add(TokenIdsOfModels())
     if run.settings.routing_dir is not None:

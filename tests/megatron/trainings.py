@@ -96,7 +96,12 @@ TRAININGS: dict[str, Training] = {
     # Real text: what evaluates, what is traced, what a run goes on from, and gradients in full precision.
     "text": Training(
         flags=REAL_TEXT + "--eval-iters 1 --eval-interval 2",
-        ours=(f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace", f"{BLOCKS} --ampipe-schedule joined", PARTNER),
+        ours=(
+            f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace",
+            f"{BLOCKS} --ampipe-schedule joined",
+            PARTNER,
+            f"{STACK} --ampipe-schedule tests.schedules:interleaved",
+        ),
         text="text",
         # The trace is that of the unbroken run.
         restarts=((0, 1), (2, 0), (3, 1)),
