@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,27 @@ class Timeline:
         if not spans:
             raise ValueError("no stage")
         return cls(rank=rank, spans=spans, labels=labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """How long a rank communicates in an iteration, and for how much of that time it computes too."""
+
+    time_ms: float
+    hidden_share: float
+    """0 to 1."""
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Communication:
+        """Of one iteration of a timeline, over all layers and micro-batches."""
+        return cls(timeline.communication_us / 1e3, timeline.hidden_share)
+
+
+def summary_of(iterations: Sequence[Communication]) -> str:
+    """The medians over iterations: the two figures by which overlaps of different programs are compared."""
+    time_ms = statistics.median(iteration.time_ms for iteration in iterations)
+    share = statistics.median(iteration.hidden_share for iteration in iterations)
+    return f"communication per iteration (ms): {time_ms:.2f} | under computation: {share:.1%}"
 
 
 HIDES = ("chunks", "weight gradients", "partner", "other stages")

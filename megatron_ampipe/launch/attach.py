@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe import compat
-from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
+from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS, Settings, parse_iterations
 from megatron_ampipe.errors import global_rank
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.exchange.fixed_rows import FixedRows
@@ -68,8 +68,7 @@ def make_context(run: Run) -> AMPipeContext:
     context = AMPipeContext(
         settings,
         run.pipeline,
-        # Without a trace, only the current iteration is recorded, for the log.
-        recorder=Recorder(num_iterations=TRACED_ITERATIONS if settings.trace_dir else 1),
+        recorder=Recorder(num_iterations=_recorded_iterations(settings)),
         recomputed_layers=run.recomputed_layers,
         documents=DocumentReader(masked=environment.documents == "masked"),
         shares=not environment.uses_fsdp,
@@ -87,6 +86,16 @@ def make_context(run: Run) -> AMPipeContext:
     if run.choice is not None:
         context.predicted_ms = run.choice.stages_ms
     return context
+
+
+def _recorded_iterations(settings: Settings) -> int:
+    """How many iterations are kept: without a trace only the current one, for the log."""
+    if settings.trace_dir is None:
+        return 1
+    if settings.measure is None:
+        return TRACED_ITERATIONS
+    first, last = parse_iterations(settings.measure)
+    return last - first + 1
 
 
 def _choose_later(run: Run, context: AMPipeContext, hooks: Hooks) -> None:

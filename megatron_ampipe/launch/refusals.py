@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.megatron_settings import Arguments
-from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings
+from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings, parse_iterations
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.environment import (
     captured_modules,
@@ -201,6 +201,11 @@ def _names_weights(args: Arguments) -> bool:
 def _measures_without_training(args: Arguments) -> bool:
     chosen = args.ampipe_cluster or (args.ampipe_save_plan and os.path.isfile(args.ampipe_save_plan))
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
+
+
+def _measures_after_the_end(args: Arguments) -> bool:
+    _, last = parse_iterations(args.ampipe_measure)
+    return args.train_iters is not None and last > args.train_iters
 
 
 def _partner_flag(args: Arguments) -> str | None:
@@ -743,11 +748,32 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave out --moe-apply-probs-on-input, or --ampipe-condense.",
         lambda args: _with(args, "--ampipe-condense", _set(args, "--moe-apply-probs-on-input")),
     ),
+    *(
+        Refusal(
+            flag,
+            "has no effect with --skip-train: only training iterations are recorded",
+            "Leave it out.",
+            lambda args: bool(args.skip_train),
+        )
+        for flag in ("--ampipe-trace-dir", "--ampipe-measure")
+    ),
     Refusal(
-        "--ampipe-trace-dir",
-        "has no effect with --skip-train: only training iterations are recorded",
-        "Leave it out.",
-        lambda args: bool(args.skip_train),
+        "--ampipe-measure",
+        "ends after --train-iters",
+        "Use iterations of the run, such as its last ten.",
+        _measures_after_the_end,
+    ),
+    Refusal(
+        "--ampipe-measure",
+        "with one expert-parallel rank there is no communication to measure",
+        "Leave it out, or add --expert-model-parallel-size 2.",
+        lambda args: _ranks(args) == 1,
+    ),
+    Refusal(
+        "--ampipe-measure",
+        "recorded iterations run without CUDA graphs, so others would be measured than are trained with",
+        "Leave it out, or use --cuda-graph-impl none.",
+        lambda args: bool(captured_modules(args)),
     ),
 )
 """All combinations that this version refuses with a degree above 1; no other module refuses one."""

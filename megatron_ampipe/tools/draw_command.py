@@ -15,7 +15,15 @@ from rich.table import Table
 
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least
-from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
+from megatron_ampipe.files.timeline import (
+    COMPUTE,
+    DIRECTIONS,
+    PREDICTED,
+    Communication,
+    StageSpan,
+    Timeline,
+    summary_of,
+)
 from megatron_ampipe.tools import packages, timeline_picture
 
 _CLOCK_US = 1.0
@@ -82,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
             refuse(f"--predicted {arguments.predicted} {rule}. {_how_to_predict(shown[0])}")
         drawn = [timeline for rank in shown for timeline in (rank, with_layers_of(prediction, rank.spans))]
     timeline_picture.draw(drawn, targets=targets, title="  \u00b7  ".join(title))
+    for timeline in timelines:
+        print(f"rank {timeline.rank}, {_measured(timeline)}")
     for timeline in shown:
         print(
             f"rank {timeline.rank}: {timeline.hidden_share:.0%} of {timeline.communication_us / 1e3:.2f} ms "
@@ -95,6 +105,19 @@ def run(arguments: argparse.Namespace) -> int:
         Console().print(compare(prediction, shown))
     print(f"wrote {' and '.join(str(target) for target in targets)}")
     return 0
+
+
+def _measured(timeline: Timeline) -> str:
+    """What a run logs with ``--ampipe-measure``: of the recorded iterations, all layers and micro-batches."""
+    iterations = sorted({span.iteration for span in timeline.spans})
+    of_each = [
+        replace(timeline, spans=tuple(span for span in timeline.spans if span.iteration == iteration))
+        for iteration in iterations
+    ]
+    summary = summary_of([Communication.of(one) for one in of_each])
+    if timeline.is_predicted:
+        return f"predicted | {summary}"
+    return f"iterations {iterations[0]} to {iterations[-1]}, medians | {summary}"
 
 
 def usual_iteration(timelines: Sequence[Timeline], iterations: Iterable[int]) -> int | None:

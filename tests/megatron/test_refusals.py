@@ -148,6 +148,12 @@ REFUSED = {
     "--ampipe-condense (2)": ["0.9 --sft", "0.9 --reset-attention-mask"],
     "--ampipe-condense (3)": ["0.9 --moe-router-topk 1 --moe-apply-probs-on-input"],
     "--ampipe-trace-dir": ["traces --skip-train"],
+    "--ampipe-measure": ["41-50 --skip-train"],
+    "--ampipe-measure (2)": ["41-50 --train-iters 49"],
+    "--ampipe-measure (3)": ["1-2 --train-iters 2"],
+    "--ampipe-measure (4)": [
+        "1-2 --train-iters 2 --expert-model-parallel-size 2 --cuda-graph-impl local --cuda-graph-modules attn"
+    ],
 }
 """What follows a flag that its row should refuse; else the test uses all choices but the default, or 2.
 
