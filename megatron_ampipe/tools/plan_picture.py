@@ -58,7 +58,10 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.axhline(1.0, color=INK, linewidth=1.0)
     # On the side of the line where the curve does not begin.
     is_faster = line.speedups[0] >= 1
-    megatron = axes.annotate("Megatron", (0.005, 1.0), xycoords=("axes fraction", "data"))
+    away_pt = -3 if is_faster else 3
+    megatron = axes.annotate(
+        "Megatron", (0.005, 1.0), (0, away_pt), xycoords=("axes fraction", "data"), textcoords="offset points"
+    )
     megatron.set(fontsize=8.5, color=FAINT, va="top" if is_faster else "bottom")
     axes.axvline(line.given, color=PALETTE[1], linewidth=1.4, linestyle="--", zorder=1)
     given = f"cluster file: {line.given:.3g}, {line.basis}"
