@@ -44,6 +44,8 @@ class StageSpan:
     end_us: float
     of_next_microbatch: bool = False
     """Whether it is a forward stage of the next micro-batch that a backward pass runs."""
+    of_repeat: bool = False
+    """Whether it is of a step that ran again, because a budget of ``--ampipe-rows fixed`` was exceeded."""
 
     @property
     def program(self) -> str:
@@ -145,7 +147,8 @@ class Timeline:
                 "pid": self.rank,
                 "tid": span.lane,
                 "args": {"layer": span.layer, "iteration": span.iteration}
-                | ({"ahead": 1} if span.of_next_microbatch else {}),
+                | ({"ahead": 1} if span.of_next_microbatch else {})
+                | ({"repeat": 1} if span.of_repeat else {}),
             }
             for span in self.spans
         ]
@@ -222,4 +225,5 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
         begin_us=begin_us,
         end_us=begin_us + duration_us,
         of_next_microbatch=bool(event["args"].get("ahead")),
+        of_repeat=bool(event["args"].get("repeat")),
     )

@@ -48,7 +48,12 @@ def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPi
         if context.fixed_rows is not None:
             if environment.on_gpu:
                 require_grouped_products(torch.cuda.get_device_capability())
-            hooks.add(FixedRowsSteps(context.fixed_rows, environment, margin=run.settings.rows_margin))
+            margin = run.settings.rows_margin
+            hooks.add(
+                FixedRowsSteps(
+                    context.fixed_rows, environment, margin=margin, before_repeat=hooks.before_repeat
+                )
+            )
         hooks.add(Recording(context, environment))
         if run.settings.automatic:
             _choose_later(run, context, hooks)

@@ -175,8 +175,6 @@ def no_partner(args: Parsed) -> str | None:
         return "Megatron-FSDP gathers parameters for one pass at a time"
     if captured_modules(args):
         return "a CUDA graph is a part of one pass"
-    if getattr(args, "ampipe_rows", None) == "fixed":
-        return "--ampipe-rows fixed is not built for partners yet"
     return None
 
 

@@ -96,6 +96,10 @@ class Recording(Hook):
         environment = self._environment
         return iteration in self._measured and environment.rank == environment.world_size - 1
 
+    def before_repeat(self) -> None:
+        """Stages from now on are of a repeated step."""
+        self._context.recorder.repeat_iteration()
+
     def after_log(self) -> None:
         """Write the metrics of a recorded iteration to all outputs of this run."""
         iteration = self._environment.iteration
@@ -240,6 +244,10 @@ class RoutingRecording(Hook):
                 hidden = inputs[0]
                 chosen = outputs[1].bool().view(*hidden.shape[:2], -1)
                 self._seen[place] = chosen, compared_rows(hidden, chosen, self._thresholds, pick=pick)
+
+    def before_repeat(self) -> None:
+        """Forget the first passes, in which rows were missing."""
+        self._seen = {}
 
     def after_step(self) -> None:
         """Gather the counts of all ranks, and write them on rank 0."""

@@ -324,14 +324,12 @@ def _cannot_capture(args: Arguments) -> str | None:
 
 
 _NOT_WITH_FIXED_ROWS = (
-    "--ampipe-partner",
     "--ampipe-condense",
+    # Predictions of memory do not know the padding.
     "--ampipe-memory-budget",
-    # It would keep the pass that is repeated.
-    "--ampipe-routing-dir",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
     "--use-megatron-fsdp",
+    # Zeroing gradients for the repeat would zero the parameters that a gather reads.
+    "--reuse-grad-buf-for-mxfp8-param-ag",
     "--moe-enable-routing-replay",
     "--moe-routing-trace-path",
     "--qk-clip",
@@ -363,13 +361,7 @@ def _not_with_fixed_rows(args: Arguments) -> str | None:
     flag = _set(args, *_NOT_WITH_FIXED_ROWS)
     if flag is not None:
         return flag
-    if args.ampipe_memory not in (None, KEEP):
-        return "--ampipe-memory"
-    if args.recompute_granularity == "selective" and "moe_act" in (args.recompute_modules or []):
-        return "--recompute-modules"
-    if args.cuda_graph_impl not in (None, "none"):
-        return "--cuda-graph-impl"
-    return "--pipeline-model-parallel-size" if (args.pipeline_model_parallel_size or 1) > 1 else None
+    return None if args.cuda_graph_impl in (None, "none") else "--cuda-graph-impl"
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
@@ -705,12 +697,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "only the all-to-all of --ampipe-exchange rows is built with fixed rows",
         "Leave it out, or use --moe-token-dispatcher-type alltoall --ampipe-exchange rows.",
         lambda args: _has_fixed_rows(args) and _with(args, "--ampipe-rows", _other_exchange(args)),
-    ),
-    Refusal(
-        "--ampipe-rows",
-        "gathers of tensor-parallel experts take numbers of rows from the host",
-        "Leave it out, or use --expert-tensor-parallel-size 1.",
-        lambda args: _has_fixed_rows(args) and expert_tensor_ranks(args) > 1,
     ),
     Refusal(
         "--ampipe-rows",

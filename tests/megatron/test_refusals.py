@@ -68,23 +68,15 @@ REFUSED = {
         "fixed --moe-token-dispatcher-type allgather",
         "fixed --ampipe-exchange ranks --moe-router-topk 2 --expert-model-parallel-size 2",
     ],
-    "--ampipe-rows (2)": ["fixed --tensor-model-parallel-size 2 --sequence-parallel"],
-    "--ampipe-rows (3)": [
+    "--ampipe-rows (2)": [
         "fixed --transformer-impl transformer_engine",
         "fixed --transformer-impl local --moe-grouped-gemm",
     ],
-    "--ampipe-rows (4)": [
+    "--ampipe-rows (3)": [
         f"fixed --transformer-impl local {others}"
         for others in (
-            "--ampipe-partner",
             "--ampipe-condense 0.9",
-            "--ampipe-memory rebuild",
             "--ampipe-memory-budget 40GiB",
-            "--ampipe-routing-dir records",
-            "--recompute-granularity selective --recompute-modules moe_act",
-            "--overlap-grad-reduce",
-            "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
-            "--pipeline-model-parallel-size 2 --num-layers 4",
             "--skip-train",
         )
     ],

@@ -31,7 +31,7 @@ def test_the_figures_of_a_comparison_are_medians_over_iterations() -> None:
 def test_the_file_format_round_trips(tmp_path: Path) -> None:
     lanes = [lane.name for lane in vars(stage_kind).values() if isinstance(lane, Lane)]
     assert {"comm.intra", "comm.tensor"} <= {*lanes}
-    last = StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0)
+    last = StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0, of_repeat=True)
     timeline = Timeline(
         5, (*(span(lane, 10.5, 20.25) for lane in lanes), last), {"degree": "4", "schedule": "ampipe"}
     )
