@@ -70,7 +70,9 @@ def make_context(run: Run) -> AMPipeContext:
         # Without a trace, only the current iteration is recorded, for the log.
         recorder=Recorder(num_iterations=TRACED_ITERATIONS if settings.trace_dir else 1),
         recomputed_layers=run.recomputed_layers,
-        documents=DocumentReader(masked=environment.documents == "masked"),
+        documents=DocumentReader(
+            masked=environment.documents == "masked", slices_sequence=environment.slices_sequence
+        ),
         shares=not environment.uses_fsdp,
         gate=run.gate,
         wire=None if settings.wire is None else load_wire(settings.wire),
