@@ -22,7 +22,7 @@ AUTO = "auto"
 """The value that leaves a choice to AMPipe."""
 
 
-ROUTER_FLAG, WIRE_FLAG = "--ampipe-router", "--ampipe-wire"
+ROUTER_FLAG, WIRE_FLAG, SCHEDULE_FLAG = "--ampipe-router", "--ampipe-wire", "--ampipe-schedule"
 
 SHIPPED_GATES = {
     "noisy-topk": "megatron_ampipe.layers.gates:NoisyTopKRouter",
@@ -41,14 +41,17 @@ SHIPPED_WIRES = {
 }
 """The wires of AMPipe (formats in which rows are sent) by the name that users give."""
 
-_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+SHIPPED_SCHEDULES = ("ampipe", "moe-only", "lancet", "joined", "sequential")
+"""The schedules of AMPipe by the name that users give."""
+
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(MiB|GiB)", re.ASCII)
 
 
 def class_path(name: str, shipped: Mapping[str, str], *, flag: str) -> str:
     """``package.module:Class``, given as such or as a name in ``shipped``; :class:`BadInput` otherwise."""
-    if name not in shipped and _CLASS.fullmatch(name) is None:
+    if name not in shipped and _PATH.fullmatch(name) is None:
         rule = f"is neither package.module:Class nor one of {', '.join(shipped)}"
         remedy = f"Use for example {flag} {min(shipped)} or {flag} my_package.my_module:MyClass."
         raise BadInput(flag, name or "(empty)", rule=rule, remedy=did_you_mean(name, shipped) or remedy)
@@ -62,17 +65,39 @@ def import_class(
 
     A class for which ``fits`` is False is refused with ``rule`` and ``remedy``.
     """
+    value = _imported(class_path(name, shipped, flag=flag), name, flag=flag)
+    if not (isinstance(value, type) and fits(value)):
+        raise BadInput(flag, name, rule=rule, remedy=remedy)
+    return value
+
+
+def _imported(path: str, name: str, *, flag: str) -> object:
+    """The object of ``package.module:name``, which the user calls ``name``."""
     try:
-        value = pkgutil.resolve_name(class_path(name, shipped, flag=flag))
-    except BadInput:
-        raise
+        return pkgutil.resolve_name(path)
     except Exception as error:
         rule = f"cannot be imported: {type(error).__name__}: {error}".rstrip(".")
         remedy = "Check the name, and that its folder is in PYTHONPATH on every rank."
         raise BadInput(flag, name, rule=rule, remedy=remedy) from error
-    if not (isinstance(value, type) and fits(value)):
-        raise BadInput(flag, name, rule=rule, remedy=remedy)
-    return value
+
+
+def check_schedule(name: str, *, flag: str = SCHEDULE_FLAG) -> None:
+    """Raise :class:`BadInput` for a wrong value of ``--ampipe-schedule``, or of another flag like it."""
+    if name not in SHIPPED_SCHEDULES and _PATH.fullmatch(name) is None:
+        rule = f"is neither package.module:function nor one of {', '.join(SHIPPED_SCHEDULES)}"
+        example = f"Use {flag} ampipe or {flag} my_package.my_module:my_order."
+        remedy = did_you_mean(name, SHIPPED_SCHEDULES) or example
+        raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
+
+
+def import_schedule(name: str) -> Callable[..., object]:
+    """Import the function that ``--ampipe-schedule`` names; raises :class:`BadInput` if that fails."""
+    check_schedule(name)
+    function = _imported(name, name, flag=SCHEDULE_FLAG)
+    if not callable(function) or isinstance(function, type):
+        remedy = "Name a function of a degree and the features of a block; see docs/schedules.md."
+        raise BadInput(SCHEDULE_FLAG, name, rule="is no function", remedy=remedy)
+    return function
 
 
 def check_threshold(value: float) -> None:
@@ -259,8 +284,8 @@ class Settings:
         help="order of the stages: `ampipe` overlaps communication with attention and experts, `moe-only` "
         "with experts, [`lancet`](weights.md) also with weight gradients, at degree 1 too; "
         "[`joined`](weights.md#all-chunks-at-once) computes those of all chunks at once; `sequential` "
-        "overlaps nothing",
-        choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
+        "overlaps nothing; or [a custom order](schedules.md), a function `package.module:function`",
+        check=check_schedule,
         acts="chunks",
         in_plan=True,
     )

@@ -15,6 +15,7 @@ from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.environment import (
+    PARTNER_FLAG,
     captured_modules,
     exchanges_of,
     layout_of_args,
@@ -83,7 +84,8 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object
         flag = _setting_of_plan(args)[0].flag
         flags, off = f"{flag} {settings.plan}", f"no {flag}"
     elif pipeline.partner is not None and pipeline.degree == 1:
-        flags, off = "--ampipe-partner", "no --ampipe-partner"
+        flag = PARTNER_FLAG if PARTNER_FLAG in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
+        flags, off = flag, f"no {flag}"
     elif pipeline.degree > 1 or settings.automatic:
         flags, off = f"--ampipe-degree {AUTO if settings.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
@@ -203,12 +205,9 @@ def _measures_without_training(args: Arguments) -> bool:
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
 
 
-def _partner_flag(args: Arguments) -> str | None:
-    """The flag that asks for partners: AMPipe's, or Megatron's, which becomes it."""
-    if not args.ampipe_partner:
-        return None
-    megatrons = "--overlap-moe-expert-parallel-comm"
-    return megatrons if megatrons in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
+def _overlaps_tensor_ranks(args: Arguments) -> bool:
+    """Whether ``--tp-comm-overlap`` is given, which pipelined runs switch off."""
+    return bool(args.tp_comm_overlap) or "--tp-comm-overlap" in (args.ampipe_disabled_flags or ())
 
 
 def _resends(memory: str | None) -> bool:
@@ -589,9 +588,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.mlp_chunks_for_training > 1,
     ),
     Refusal(
-        "--tp-comm-overlap",
-        "Transformer Engine's buffers for it have the size of the whole sequence, and it aborts at a chunk",
-        "Leave it out; chunks overlap with the communication of tensor parallelism without it.",
+        "--tp-comm-overlap-cfg",
+        "the file may have reduce-scatters round to 8 bits, which they do not without the overlap",
+        "Leave it out, or train with --ampipe-degree 1.",
+        lambda args: (
+            _overlaps_tensor_ranks(args) and _with(args, "--tp-comm-overlap-cfg", _set(args, "--fp8-format"))
+        ),
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards",
@@ -609,7 +611,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-megatron-fsdp",
         "it gathers parameters for one pass at a time",
         "Leave out the flag that is named with it, or use --use-distributed-optimizer.",
-        lambda args: _with(args, "--use-megatron-fsdp", _partner_flag(args)),
+        lambda args: _with(args, "--use-megatron-fsdp", _set(args, "--ampipe-partner")),
     ),
     Refusal(
         "--use-megatron-fsdp",

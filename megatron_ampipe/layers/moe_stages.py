@@ -201,21 +201,22 @@ def _experts(
 ) -> Tensor:
     tokens, tokens_per_expert, probs = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
     if inner is None:
-        return _products(state.block, tokens_per_expert, None, tokens, probs)
-    products = functools.partial(_products, state.block, tokens_per_expert, inner)
+        return _products(state, tokens_per_expert, None, tokens, probs)
+    products = functools.partial(_products, state, tokens_per_expert, inner)
     return inner.run(products, tokens, probs)
 
 
 def _products(
-    block: BlockModules,
+    state: BlockPass,
     tokens_per_expert: Tensor | ExpertOffsets,
     inner: ExpertTensors | None,
     tokens: Tensor,
     probs: Tensor,
 ) -> Tensor:
-    if block.context.fixed_rows is not None and isinstance(tokens_per_expert, ExpertOffsets):
+    block = state.block
+    if isinstance(tokens_per_expert, ExpertOffsets):
         assert inner is None, "a memory strategy with fixed rows"
-        return run_experts(block.moe.experts, tokens, tokens_per_expert, probs)
+        return run_experts(block.moe.experts, tokens, tokens_per_expert, probs, state.expert_weights)
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
     stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):

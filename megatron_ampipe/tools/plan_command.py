@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from megatron_ampipe.block.settings import AUTO
+from megatron_ampipe.block.settings import AUTO, check_schedule
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
@@ -103,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", "FILE", "write the answer as JSON; - for stdout, in place of the table")
     trace = "write the predicted timeline in the form of a run's, for ampipe draw"
     add("--trace", "FILE", trace, type=Path)
+    schedule = (
+        "also predict this order of stages at each degree: a name of --ampipe-schedule, or a function "
+        "package.module:function; --trace-of shows it"
+    )
+    add("--schedule", "NAME", schedule)
     shown = "degree that --trace and --tape show, in equal chunks (default: the choice)"
     add("--trace-of", "N", shown, type=at_least(1, at_most=_MOST_CHUNKS))
     tape = "write what a GPU runs: calls with what each takes, gives, waits for and frees (needs torch)"
@@ -187,6 +192,8 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _question_of(arguments: argparse.Namespace) -> _Question:
     """Read the files of a command line."""
+    if arguments.schedule is not None:
+        check_schedule(arguments.schedule, flag="--schedule")
     stack = parse_stack(arguments.stack, flag="--stack")
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     cluster = read_cluster(find_cluster(arguments.cluster))
@@ -263,7 +270,8 @@ def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
     pipeline = plan.pipeline_of(predictor.block.rows)
     if arguments.trace_of is not None:
         stack = parse_stack(arguments.stack, flag="--stack")
-        pipeline = Pipeline.of(arguments.trace_of, stack=stack)
+        named = {} if arguments.schedule is None else {"schedule": arguments.schedule}
+        pipeline = Pipeline.of(arguments.trace_of, stack=stack, **named)
     if arguments.trace is not None:
         labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
         timeline_of(predictor, pipeline, labels=labels).write_chrome(arguments.trace)

@@ -270,6 +270,11 @@ PARITY = [
         "tp": {"parallel": TP, "rope": True},
         "cp": {"parallel": CP, "rope": True},
     }),
+    *cases("custom-order-", {"schedule": "tests.schedules:interleaved", "model": LARGE | SHARED}, {
+        "degree4-2-capacity": {"backward_degree": 2, "model": SEVERAL_AUX | TIGHT | SHARED},
+        "stack-tp-cuda-executor": {"layers": "mdm", "stack": 0, "parallel": TP, "executor": "cuda"},
+        "cp-unequal": {"parallel": CP, "rope": True, "shares": UNEQUAL},
+    }),
     Case("backward-degree6-unequal", degree=3, backward_degree=6, shares=(0.5, 0.3, 0.2), model=LARGE),
     *cases("stack-recompute-", {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE}, {
         "degree4-ampipe-thread": {},

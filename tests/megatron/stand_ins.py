@@ -1,4 +1,7 @@
-"""Replaces what Megatron-FSDP and CUDA graphs need of a GPU, and conversations, for trainings on a CPU."""
+"""Replaces what Megatron-FSDP, CUDA graphs and optimizers need of a GPU, and conversations, on a CPU.
+
+Repairs Megatron's upcycling.
+"""
 
 import contextlib
 import os
@@ -74,6 +77,14 @@ def conversations() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def tensor_overlap() -> Iterator[None]:
+    """``--tp-comm-overlap``, which AMPipe switches off, is read as where there is a GPU."""
+    others = tuple(flag for flag in host.GPU_ONLY_FLAGS if flag != "--tp-comm-overlap")
+    with mock.patch.object(host, "GPU_ONLY_FLAGS", others):
+        yield
+
+
 SMALL_BUDGETS = 7
 """From this ``--ampipe-rows-margin`` on, :func:`overflows` makes some budgets too small."""
 
@@ -101,8 +112,78 @@ def overflows() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def optimizers() -> Iterator[None]:
+    """Transformer Engine's Adam, and parameters that count as those of a device, to be offloaded.
+
+    Megatron keeps its gradients in ``decoupled_grad``, and offloads only tensors of a device.
+    """
+    import sys
+
+    from megatron.core import optimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from torch import Tensor
+
+    from tests.fused_adam_standin import FusedAdam
+
+    divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def divide_device_parameters(hybrid: Any, fraction: float) -> Any:
+        of_device = {id(parameter) for group in hybrid.param_groups for parameter in group["params"]}
+        is_cuda = property(lambda tensor: id(tensor) in of_device)
+        with mock.patch.object(Tensor, "is_cuda", is_cuda), mock.patch.object(Tensor, "cpu", Tensor.clone):
+            return divide(hybrid, fraction)
+
+    optimizers = SimpleNamespace(FusedAdam=FusedAdam)
+    engine = {name: SimpleNamespace() for name in ("transformer_engine", "transformer_engine.pytorch")}
+    others = tuple(flag for flag in host.GPU_ONLY_FLAGS if flag != "--optimizer-cpu-offload")
+    with contextlib.ExitStack() as stack:
+        modules = {**engine, "transformer_engine.pytorch.optimizers": optimizers}
+        stack.enter_context(mock.patch.dict(sys.modules, modules))
+        stack.enter_context(mock.patch.object(optimizer, "Adam", FusedAdam))
+        stack.enter_context(mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False))
+        stack.enter_context(mock.patch.object(host, "GPU_ONLY_FLAGS", others))
+        name = "_get_sub_optimizer_param_groups"
+        stack.enter_context(mock.patch.object(HybridDeviceOptimizer, name, divide_device_parameters))
+        yield
+        print(f"steps of the stand-in: {FusedAdam.steps}")
+        FusedAdam.steps = 0
+
+
+@contextlib.contextmanager
+def upcycling() -> Iterator[None]:
+    """Repairs three faults of Megatron's upcycling, which no run of 0.19.2 survives.
+
+    It names an argument that ``load_checkpoint`` does not have, builds the dense model from a configuration
+    that was made before it cleared ``args.num_experts``, and leaves ``args.moe_ffn_hidden_size`` set.
+    """
+    from megatron.training import get_args, training
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelConfig
+
+    load, builder_of = training.load_checkpoint, GPTModelConfig.get_builder_cls
+
+    def load_checkpoint(*args: Any, model: Any = None, **keywords: Any) -> Any:
+        return load(*args, **keywords) if model is None else load(model, **keywords)
+
+    def builder_of_arguments(config: GPTModelConfig) -> Any:
+        builder, args = builder_of(config), get_args()
+        if args.num_experts is not None:
+            return builder
+        with mock.patch.object(args, "moe_ffn_hidden_size", None):
+            dense = gpt_config_from_args(args)
+        return lambda _config: builder(dense)
+
+    with (
+        mock.patch.object(training, "load_checkpoint", load_checkpoint),
+        mock.patch.object(GPTModelConfig, "get_builder_cls", builder_of_arguments),
+    ):
+        yield
+
+
 STAND_INS = {
     "": contextlib.nullcontext, "conversations": conversations, "fsdp": fsdp, "graphs": graphs,
-    "overflows": overflows,
+    "optimizers": optimizers, "overflows": overflows, "tensor_overlap": tensor_overlap,
+    "upcycling": upcycling,
 }  # fmt: skip
 """By name."""

@@ -12,23 +12,28 @@ that have a row in ``launch.refusals.REFUSALS``. All others do what they do in M
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
+import inspect
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ampipe.launch.refusals import REFUSALS
 from megatron_ampipe.launch.run import SWITCHED_OFF
 from tests.dist.cases import PARITY
-from tests.megatron.launcher import REPOSITORY
+from tests.megatron.launcher import REPOSITORY, TINY_GPT
 
 pytestmark = pytest.mark.ranks(1)
 
 _FLAGS = {
     "tests/dist/blocks.py: num_moe_experts": "--num-experts",
     "tests/megatron/trainings.py: --moe-layer-freq": "--moe-layer-freq",
+    "tests/megatron/test_training.py: --moe-use-upcycling": "--moe-use-upcycling",
     "tests/dist/test_memory.py: moe_ffn_hidden_size": "--moe-ffn-hidden-size",
     "tests/dist/blocks.py: moe_enable_routing_replay": "--moe-enable-routing-replay",
     "tests/dist/blocks.py: moe_router_pre_softmax": "--moe-router-pre-softmax",
@@ -47,7 +52,6 @@ _TRAINING = "training/training.py"
 _TRANSFORMER_ENGINE = "core/extensions/transformer_engine.py"
 _READ_BY = {
     # What Megatron does with a checkpoint.
-    "--moe-use-upcycling": [_TRAINING],
     "--moe-upcycling-granularity": [_TRAINING],
     # After the backward passes of a step.
     "--moe-router-bias-update-rate": [_FINALIZE],
@@ -175,3 +179,48 @@ def test_only_these_files_of_megatron_read_it(flag: str) -> None:
     uses = re.compile(rf"\.{field}\b|['\"]{field}['\"]")
     readers = sorted(name for name, text in sources().items() if uses.search(text))
     assert readers == sorted(_READ_BY[flag]), f"what do these files do with {flag} in chunks?"
+
+
+def test_megatron_cannot_upcycle() -> None:
+    """If this fails, its upcycling may work: look at the stand-in of ``test_training.py``."""
+    from megatron.training import training
+
+    called = re.search(r"load_kwargs=\{\s*'(\w+)': dense_model", inspect.getsource(training))
+    assert called is not None
+    assert called[1] not in inspect.signature(training.load_checkpoint).parameters
+
+
+_FIELD_OF_YAML = "account_for_embedding_in_pipeline_split"
+
+
+@pytest.mark.parametrize("in_section", (True, False))
+def test_megatron_reads_no_yaml_file(in_section: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--yaml-cfg`` needs a field at the top and in a section, and refuses it in both.
+
+    If this fails, it may work: AMPipe refuses it, and docs/configuration.md says why.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training import yaml_arguments
+    from megatron.training.arguments import parse_args
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY_GPT])
+    monkeypatch.setattr(yaml_arguments, "_print_args", lambda *_: None)
+    args = parse_args()
+    ranks = {field.name for field in dataclasses.fields(ModelParallelConfig)}
+    model = {field.name for field in dataclasses.fields(TransformerConfig)} - ranks
+    model |= {"bias_swiglu_fusion", "embedding_init_method"}
+    top = {name: value for name, value in vars(args).items() if name not in model | ranks}
+    sections = [{name: getattr(args, name, None) for name in names} for names in (model, ranks)]
+    if not in_section:
+        del sections[0][_FIELD_OF_YAML]
+    names = ("language_model", "model_parallel")
+    top |= {name: SimpleNamespace(**values) for name, values in zip(names, sections, strict=True)}
+    file = SimpleNamespace(**top, **{_FIELD_OF_YAML: False}, disable_bias_linear=True)
+    if in_section:
+        with pytest.raises(TypeError, match=f"multiple values for keyword argument '{_FIELD_OF_YAML}'"):
+            yaml_arguments.validate_yaml(file)
+        return
+    read = yaml_arguments.validate_yaml(file)
+    with pytest.raises(Exception, match=f"Missing argument {_FIELD_OF_YAML}"):
+        yaml_arguments.core_transformer_config_from_yaml(read, "language_model")

@@ -122,6 +122,7 @@ REFUSED = {
             )
         ),
     ],
+    "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [
         *(f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")),
         *(
@@ -129,7 +130,7 @@ REFUSED = {
             for other in ("--ampipe-memory rebuild", "--recompute-granularity full", "--fp8-format e4m3")
         ),
     ],
-    "--use-megatron-fsdp": ["--ampipe-partner", "--overlap-moe-expert-parallel-comm"],
+    "--use-megatron-fsdp": ["--ampipe-partner"],
     "--use-megatron-fsdp (2)": ["--ampipe-grad-reduce placed"],
     "--ampipe-memory": [
         "rebuild --recompute-granularity selective --recompute-modules core_attn moe",
@@ -181,7 +182,7 @@ def conflicts_in(text: str) -> list[str]:
     """The flags, of those that rows name with the refused value, that are in a command line."""
     named = {"--ampipe-cluster", "--ampipe-memory-budget", "--sft", "--dataloader-inter-document-masking"}
     named |= {"--reset-attention-mask", "--use-transformer-engine-op-fuser", "--ampipe-partner"}
-    named |= {"--moe-apply-probs-on-input", "--overlap-moe-expert-parallel-comm", "--bf16", "--fp16"}
+    named |= {"--moe-apply-probs-on-input", "--bf16", "--fp16"}
     return [word for word in shlex.split(text) if word in named]
 
 

@@ -26,6 +26,8 @@ from tests.forked import completed
 from tests.megatron.checkout.layout import lay_out
 from tests.megatron.launcher import (
     MOCK_DATA,
+    TINY_GPT,
+    TINY_MOE,
     Run,
     assert_resumed,
     assert_same_digits,
@@ -208,13 +210,13 @@ def test_the_routers_are_different_functions(runs: Runs) -> None:
     assert runs["cosine 2"].says("another function than a stock run's")
 
 
-def train(lines: Mapping[str, str], *, num_ranks: int = 2) -> Mapping[str, Run]:
+def train(lines: Mapping[str, str], *, num_ranks: int = 2, stand_ins: str = "") -> Mapping[str, Run]:
     """Runs on mock data, unless a line names a dataset; all on the same ranks."""
     words = {
         name: [*COMMON, *([] if "--data-path" in flags else MOCK_DATA), *shlex.split(flags)]
         for name, flags in lines.items()
     }
-    return runs_of(words, num_ranks=num_ranks)
+    return runs_of(words, num_ranks=num_ranks, stand_ins=stand_ins)
 
 
 # From one checkpoint: experts by ids are the same in every layout.
@@ -293,6 +295,37 @@ def test_what_differs_by_rounding_or_at_random() -> None:
     chunks = found["sinkhorn of chunks"]
     assert chunks.lm_loss[-1] < chunks.lm_loss[0]
     assert chunks.says("another function for each degree: later tokens of a chunk")
+
+
+def test_gradients_reach_optimizers_that_need_a_gpu() -> None:
+    """They read ``decoupled_grad``. Megatron offloads the parameters of 16-bit models only."""
+    common = EP + "--use-distributed-optimizer --use-precision-aware-optimizer "
+    kinds = {"aware": "--exp-avg-dtype bf16 ", "offloaded": "--optimizer-cpu-offload --bf16 "}
+    lines = {name: common + flags for name, flags in kinds.items()}
+    lines |= {f"{name} ours": flags + BLOCKS for name, flags in lines.items()}
+    found = train(lines, stand_ins="optimizers")
+    assert_same_digits(found["aware"], found["aware ours"], iterations=NUM_ITERATIONS)
+    expected = found["offloaded"]
+    assert found["offloaded ours"].lm_loss == pytest.approx(expected.lm_loss, rel=BF16_TOLERANCE)
+    assert expected.lm_loss[-1] < expected.lm_loss[0]
+    for name, run in found.items():
+        # Those of experts, and all others; torch's optimizer updates what is offloaded.
+        steps = 2 * NUM_ITERATIONS if name.startswith("aware") else 0
+        assert run.output.count(f"steps of the stand-in: {steps}") == 2, name
+
+
+def test_a_dense_checkpoint_is_upcycled_as_by_megatrons_layers(tmp_path: Path) -> None:
+    """Megatron's own upcycling is repaired by stand-ins; ``test_moe_flags.py`` says why."""
+    without_experts = [*TINY_GPT, *COMMON[len(TINY_GPT) + len(TINY_MOE) :], "--disable-bias-linear"]
+    saved = ["--save", str(tmp_path / "dense"), "--save-interval", "4"]
+    lines = {"dense": [*without_experts, *MOCK_DATA, *saved]}
+    upcycled = f"{EP} --moe-use-upcycling --load {tmp_path / 'dense'} --save-interval 100 --save {tmp_path}/"
+    for name, flags in {"stock": "stock", "ours": f"ours {BLOCKS}"}.items():
+        lines[name] = [*COMMON, *MOCK_DATA, *shlex.split(upcycled + flags)]
+    found = runs_of(lines, stand_ins="upcycling")
+    assert_same_digits(found["stock"], found["ours"], iterations=NUM_ITERATIONS)
+    assert found["stock"].lm_loss[0] < found["dense"].lm_loss[0] - 0.01, "it has learnt before"
+    assert (tmp_path / "ours" / "iter_0000001").is_dir(), "the upcycled checkpoint"
 
 
 def test_evaluation_alone_equals_stock(runs: Runs) -> None:

@@ -8,6 +8,7 @@ import argparse
 import ast
 import functools
 import importlib
+import inspect
 import re
 import shlex
 import sys
@@ -20,7 +21,7 @@ import pytest
 from megatron_ampipe.cli import TOOLS, build_parser, main, parse
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.launch import flags
-from tests import algorithm, supported
+from tests import algorithm, schedules, supported
 from tests.unit.test_routing import eight_experts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,10 @@ def test_the_types_to_know_are_classes_of_the_core() -> None:
     core = [path.read_text() for path in SOURCES if path.parent.name in ("schedule", "layers", "runtime")]
     classes = {name for source in core for name in re.findall(r"^class (\w+)", source, re.M)}
     assert set(names) <= classes
+
+
+def test_the_example_of_an_order_is_the_one_that_tests_run() -> None:
+    assert inspect.getsource(schedules.interleaved) in (ROOT / "docs" / "schedules.md").read_text()
 
 
 def help_examples(tool: str | None) -> list[list[str]]:

@@ -68,6 +68,19 @@ def test_dispatchers_and_grouped_products_are_compared_without_being_asked(plan:
     assert re.search(r"deepep +│ its own ", shown)
 
 
+def test_an_order_of_the_user_is_predicted_next_to_the_named_ones(plan: Command, tmp_path: Path) -> None:
+    name, trace = "tests.schedules:interleaved", tmp_path / "predicted.json"
+    words = ["--degrees", "2,4", "--stack", "1", "--exchange", "rows", "--no-partner", "--schedule"]
+    rows = answer(plan, *words, name, "--trace-of", "4", "--trace", trace)["degrees"]
+    assert [row["degree"] for row in rows if row["schedule"] == name] == [2, 4]
+    others = [row for row in rows if row["schedule"] != name]
+    assert others == answer(plan, *words, "ampipe")["degrees"]
+    timeline = Timeline.read_chrome(trace)
+    assert (timeline.labels["schedule"], timeline.labels["degree"]) == (name, "4")
+    refused = plan(*words, "ampip", code=2).err
+    assert "--schedule ampip: is neither package" in refused and "Did you mean ampipe?" in refused
+
+
 def test_a_long_search_says_what_it_does(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--degrees", "2", "--stack", "1", "--exchange", "rows")
     assert "searching" not in plan(*words).err
