@@ -132,7 +132,8 @@ class BlockStack:
         revisions = tuple(
             block.follow_changes(within_documents=block.separate(documents) is not None) for block in blocks
         )
-        features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
+        packed = documents is not None and documents.own_positions
+        features = tuple(block.features(shares_schedule=len(blocks) > 1, packed=packed) for block in blocks)
         parameters = [block.parameters for block in blocks]
         keep_graph = torch.is_grad_enabled() and (
             hidden.requires_grad or any(block_parameters.all for block_parameters in parameters)
@@ -140,6 +141,11 @@ class BlockStack:
         if keep_graph:
             refuse_outer_checkpoint(context)
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
+        # The tape is one for all documents; which keys a chunk sees differs.
+        shares_documents = documents is not None and documents.context_ranks > 1
+        if documents is not None and shares_documents:
+            chunks = tuple(map(documents.divided, chunks))
+            whole = documents.divided(whole)
         graphs = None
         if keep_graph and context.graph_modules and not context.recorder.recording:
             graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
@@ -148,7 +154,9 @@ class BlockStack:
             BlockPass(block, block_features, hidden, micro_batch)
             for block, block_features in zip(blocks, features, strict=True)
         ]
-        tapes = self._tapes(context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph)
+        tapes = self._tapes(
+            context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph, shares_documents
+        )
         run = PassRun(executor, context.recorder, self._numbers, context.reductions, context.partners)
         call = StackCall(passes, tapes, run, parameters=parameters, keep_graph=keep_graph, graphs=graphs)
         return call.run(hidden)
@@ -188,11 +196,16 @@ class BlockStack:
         num_rows: int,
         executor: Executor,
         keep_graph: bool,
+        shares_documents: bool = False,
     ) -> Tapes:
+        chunks, _ = self._chunks(pipeline, num_rows)
+        if shares_documents:
+            num_keys = num_rows * self._layout.tensor_ranks * self._layout.context_ranks
+            chunks = tuple(chunk.seeing(num_keys) for chunk in chunks)
         return compiled(
             pipeline.schedule_of(features),
             features,
-            chunks=self._chunks(pipeline, num_rows)[0],
+            chunks=chunks,
             functions=self._blocks,
             options=TapeOptions(
                 keep_graph=keep_graph, host_waits=executor.host_waits, threads=executor.threads
