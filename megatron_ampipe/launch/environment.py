@@ -75,6 +75,8 @@ class Environment:
         tensor_ranks: Number of tensor-parallel ranks.
         documents: ``packed`` if sequences consist of documents that do not attend to each other, ``masked``
             if the masks of the data loader separate them, else None.
+        slices_sequence: Whether Megatron's loader gives context-parallel ranks slices of the sequence even if
+            it is packed from documents; else each document is shared.
         num_experts: Experts of a layer; None without MoE layers.
         hidden_size: Width of the residual stream.
         expert_ranks: Number of ranks that share the experts of a layer.
@@ -101,6 +103,7 @@ class Environment:
     layout: SequenceLayout
     tensor_ranks: int
     documents: str | None
+    slices_sequence: bool
     num_experts: int | None
     hidden_size: int
     expert_ranks: int
@@ -159,6 +162,7 @@ def environment_of(given: argparse.Namespace, settings: Settings, *, on_gpu: boo
         layout=layout_of_args(args),
         tensor_ranks=args.tensor_model_parallel_size,
         documents="packed" if packs_documents(args) else "masked" if masks_documents(args) else None,
+        slices_sequence=not args.sft,
         num_experts=args.num_experts,
         hidden_size=args.hidden_size,
         expert_ranks=expert_ranks,
@@ -188,8 +192,6 @@ def no_partner(args: Parsed) -> str | None:
         return "Megatron-FSDP gathers parameters for one pass at a time"
     if captured_modules(args):
         return "a CUDA graph is a part of one pass"
-    if getattr(args, "ampipe_rows", None) == "fixed":
-        return "--ampipe-rows fixed is not built for partners yet"
     return None
 
 

@@ -20,7 +20,7 @@ from megatron_ampipe.exchange.packing import AllToAllChunk, HostSplits
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
-from megatron_ampipe.layers.fixed_experts import run_experts
+from megatron_ampipe.layers.fixed_experts import FixedProducts, run_experts
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
@@ -177,7 +177,7 @@ def collect(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction
 @runs(kinds.GATHER, kinds.REGATHER)
 def gather(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """All-gather tokens ``[T, D]`` and probabilities over the ranks that share an expert, in rank order."""
-    gathers = [rows for chunk in chunks if (rows := _host_splits(state, chunk).gather) is not None]
+    gathers = [state.dispatchers[chunk].gather() for chunk in chunks]
     return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
 
@@ -215,8 +215,8 @@ def _products(
 ) -> Tensor:
     block = state.block
     if isinstance(tokens_per_expert, ExpertOffsets):
-        assert inner is None, "a memory strategy with fixed rows"
-        return run_experts(block.moe.experts, tokens, tokens_per_expert, probs, state.expert_weights)
+        products = FixedProducts(tokens_per_expert, state.expert_weights, inner)
+        return run_experts(block.moe.experts, tokens, probs, products)
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
     stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):

@@ -232,14 +232,23 @@ def _measure(arguments: argparse.Namespace) -> Report:
             result.write(document, arguments.json)
 
     try:
-        with tqdm(leave=False, disable=None, unit=" passes") as bar:
+        unit = " iterations" if arguments.end_to_end else " passes"
+        with tqdm(desc=f"{job.num_ranks} ranks start", leave=False, disable=None, unit=unit) as bar:
+
+            def on_pass() -> None:
+                if not bar.n:
+                    bar.set_description("ampipe bench")
+                bar.update()
+
             if arguments.end_to_end:
                 document["rounds"] = rounds = arguments.rounds or ROUNDS
+                trainings = rounds * sum(map(len, job.variants))
+                bar.reset(total=trainings * (job.warmup + job.repeats))
                 document |= {"micro_batches": job.micro_batches, "loss_tolerance": training.TOLERANCE}
-                for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
+                for case in training.measure(job, rounds=rounds, on_iteration=on_pass):
                     finished(case)
             else:
-                _time_blocks(job, document["hardware"], on_pass=bar.update, finished=finished)
+                _time_blocks(job, document["hardware"], on_pass=on_pass, finished=finished)
     except (AMPipeError, KeyboardInterrupt) as error:
         if document["cases"]:
             _show(document)

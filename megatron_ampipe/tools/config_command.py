@@ -22,6 +22,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.flag_files import FlagFile, read_flag_file
 from megatron_ampipe.files.inputs import at_least, several
 from megatron_ampipe.launch import connections
+from megatron_ampipe.tools import progress
 
 if TYPE_CHECKING:
     from megatron_ampipe.launch.config_files import Resolved
@@ -95,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ampipe.launch import config_files
 
     recipe = _recipe_of(arguments)
-    with _without_notes():
-        resolved, run = _checked(arguments, recipe)
+    with progress.shown("ampipe config: importing Megatron") as tell, _without_notes():
+        resolved, run = _checked(arguments, recipe, tell)
         notes = _notes_of(run)
     if recipe is not None:
         notes += _notes_of_recipe(recipe)
@@ -160,7 +161,9 @@ def _note_of(name: str, value: str, why: str = "") -> str:
     return f"  {name}: {value}{reason}"
 
 
-def _checked(arguments: argparse.Namespace, recipe: FlagFile | None) -> tuple[Resolved, Run]:
+def _checked(
+    arguments: argparse.Namespace, recipe: FlagFile | None, tell: progress.Told
+) -> tuple[Resolved, Run]:
     """The merged settings, after all checks, and the run; it is only resolved for a number of ranks."""
     from megatron_ampipe.launch import config_files, flags
 
@@ -174,6 +177,7 @@ def _checked(arguments: argparse.Namespace, recipe: FlagFile | None) -> tuple[Re
     # Refuses words that are not flags.
     parser.parse_args(resolved.words)
     if arguments.ranks is not None:
+        tell(f"ampipe config: checking a launch on {arguments.ranks} ranks")
         from megatron_ampipe.launch import pretrain
 
         # The output of a launch is left out.
