@@ -31,7 +31,7 @@ _DATA_FLAGS = (
 )
 """Flags that name data, which is on the machines of the training."""
 _WITHOUT_EFFECT_ON_BLOCKS = {"--cross-entropy-fusion-impl": "native"}
-"""Flags that Megatron may refuse, with the value that lets the check go on; no block depends on them."""
+"""Flags that Megatron may refuse, with the value with which the check continues; no block depends on them."""
 _DEGREE = ("--ampipe-degree", "2")
 
 
@@ -124,7 +124,7 @@ def _environment_of(recipe: FlagFile, ranks: int, ranks_per_node: int | None) ->
 
 
 def _judged(recipe: FlagFile, words: Sequence[str], stops: list[str], notes: list[str]) -> Judgement:
-    """Validate, with values that let Megatron go on where it refuses one that no block depends on."""
+    """Validate, with another value where Megatron refuses one that no block depends on."""
     parser = flags.full_parser()
     replaced: dict[str, str] = {}
     while True:
@@ -139,7 +139,7 @@ def _judged(recipe: FlagFile, words: Sequence[str], stops: list[str], notes: lis
             break
         replaced |= neutral
         notes += [
-            f"checked on with {flag} {value}, on which no block depends" for flag, value in neutral.items()
+            f"checked with {flag} {value}, on which no block depends" for flag, value in neutral.items()
         ]
     run = session.requested
     assert run is not None
