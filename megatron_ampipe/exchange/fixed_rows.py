@@ -81,6 +81,8 @@ class ChunkRows:
         self._rank, self._num_shares = rank, num_shares
         self.budget: RowBudget | None = None
         """None until it is learned; the chunk then has exact rows."""
+        self.version = 0
+        """How often the budget was set."""
         self.limit: Tensor | None = None
         """The budget on the device, ``[P, P]`` int64."""
         self.peak: Tensor | None = None
@@ -116,6 +118,7 @@ class ChunkRows:
     def use(self, budget: RowBudget, device: torch.device) -> None:
         """Set the budget, and make its constants."""
         self.budget = budget
+        self.version += 1
         self.sent = Slots.of(budget.sent_by(self._rank), device)
         self.received = Slots.of(budget.received_by(self._rank) * self._num_shares, device)
         self.limit = copy_to_device(torch.tensor(budget.rows), device)
@@ -239,6 +242,14 @@ class FixedRowsChunk(AllToAllChunk):
         copied._rows = self._known[key]
         copied._budget = copied._rows.budget if state.is_active else None
         return copied
+
+    def budget_version(self, num_chunks: int) -> int | None:
+        """A number that grows when a budget of the chunks changes; None if a pass now has exact rows."""
+        chunks = [self._known.get((num_chunks, chunk)) for chunk in range(num_chunks)]
+        known = [chunk for chunk in chunks if chunk is not None and chunk.budget is not None]
+        if not self._fixed_rows.is_active or len(known) < num_chunks:
+            return None
+        return sum(chunk.version for chunk in known)
 
     def take_splits(self, first: FixedRowsChunk) -> None:
         """Use the counts of the first run of the chunk, in its recompute."""

@@ -80,7 +80,9 @@ def make_context(run: Run) -> AMPipeContext:
         run.pipeline,
         recorder=Recorder(num_iterations=_recorded_iterations(settings)),
         recomputed_layers=run.recomputed_layers,
-        documents=DocumentReader(masked=environment.documents == "masked"),
+        documents=DocumentReader(
+            masked=environment.documents == "masked", slices_sequence=environment.slices_sequence
+        ),
         shares=not environment.uses_fsdp,
         gate=run.gate,
         wire=None if settings.wire is None else load_wire(settings.wire),

@@ -62,6 +62,8 @@ class Environment:
         tensor_ranks: Number of tensor-parallel ranks.
         documents: ``packed`` if sequences consist of documents that do not attend to each other, ``masked``
             if the masks of the data loader separate them, else None.
+        slices_sequence: Whether Megatron's loader gives context-parallel ranks slices of the sequence even if
+            it is packed from documents; else each document is shared.
         num_experts: Experts of a layer; None without MoE layers.
         hidden_size: Width of the residual stream.
         expert_ranks: Number of ranks that share the experts of a layer.
@@ -88,6 +90,7 @@ class Environment:
     layout: SequenceLayout
     tensor_ranks: int
     documents: str | None
+    slices_sequence: bool
     num_experts: int | None
     hidden_size: int
     expert_ranks: int
@@ -146,6 +149,7 @@ def environment_of(given: argparse.Namespace, settings: Settings, *, on_gpu: boo
         layout=layout_of_args(args),
         tensor_ranks=args.tensor_model_parallel_size,
         documents="packed" if packs_documents(args) else "masked" if masks_documents(args) else None,
+        slices_sequence=not args.sft,
         num_experts=args.num_experts,
         hidden_size=args.hidden_size,
         expert_ranks=expert_ranks,

@@ -26,7 +26,6 @@ from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, Saved
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import (
     OTHER_FP8_RECIPE,
-    PACKED_WITH_CONTEXT,
     WEIGHTS_TOGETHER,
     balances,
     expert_tensor_ranks,
@@ -140,6 +139,10 @@ def _refuse(
         raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
 
 
+_OFFLOADED = {"expert_fc1", "moe_act"}
+"""The modules of ``--offload-modules`` whose activations ``--ampipe-memory offload`` copies to the host."""
+
+
 def offloads_experts(arguments: object) -> bool:
     """Whether ``--ampipe-memory offload`` can replace Megatron's fine-grained offloading.
 
@@ -149,7 +152,7 @@ def offloads_experts(arguments: object) -> bool:
     return bool(
         args.fine_grained_activation_offloading
         and args.offload_modules
-        and {*args.offload_modules} <= {"expert_fc1", "moe_act"}
+        and {*args.offload_modules} <= _OFFLOADED
         and not (args.ampipe_memory or args.ampipe_memory_budget or args.ampipe_plan)
         and not (_recomputes_experts(args) or _keeps_other_tensors(args))
     )
@@ -265,11 +268,19 @@ def _ranks(args: Arguments) -> int:
     return int((args.expert_model_parallel_size or 1) * (expert_tensor_ranks(args) or 1))
 
 
-def _offloads_other_modules(args: Arguments) -> str:
-    """The flag for which ``--ampipe-memory offload`` cannot replace Megatron's offloading."""
+_OFFLOADING = "--fine-grained-activation-offloading"
+
+
+def _offloads_other_modules(args: Arguments) -> str | None:
+    """The modules that Megatron would offload and ``--ampipe-memory offload`` does not."""
+    others = [module for module in args.offload_modules or () if module not in _OFFLOADED]
+    return f"with --offload-modules {' '.join(others)}" if others else None
+
+
+def _says_where_experts_keep(args: Arguments) -> str | None:
+    """The flag of AMPipe that says what experts keep, with Megatron's offloading of them."""
     own = _set(args, "--ampipe-plan", "--ampipe-memory-budget", "--ampipe-memory")
-    conflict = own or _keeps_other_tensors(args) or _recomputes_experts(args) or "--offload-modules"
-    return _with(args, "--fine-grained-activation-offloading", conflict) or ""
+    return None if offloads_experts(args) else _with(args, _OFFLOADING, own)
 
 
 def _recomputes_experts(args: Arguments) -> str | None:
@@ -427,12 +438,29 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--cpu-offloading-num-layers", "activation offloading is not supported yet", _OFF),
     Refusal(
-        "--fine-grained-activation-offloading",
-        "only --ampipe-memory offload can replace it, which offloads experts alone, and is not possible with "
-        "the flag that is named here",
-        "Use --offload-modules expert_fc1 moe_act without other such flags, or --recompute-modules layernorm "
-        "moe_act in place of it.",
+        _OFFLOADING,
+        "host copies exist of what experts keep, and not of what these modules keep: they are saved by the "
+        "small autograd graphs of chunks",
+        "Leave these modules out, and the flag if no other is left; or train with --ampipe-degree 1.",
         _offloads_other_modules,
+    ),
+    Refusal(
+        _OFFLOADING,
+        "recomputed experts keep nothing that could be put away",
+        "Leave it out, or the flag that is named with it.",
+        lambda args: _with(args, _OFFLOADING, _recomputes_experts(args)),
+    ),
+    Refusal(
+        _OFFLOADING,
+        _OTHER_TENSORS,
+        "Leave it out, or the flag that is named with it.",
+        lambda args: _with(args, _OFFLOADING, _keeps_other_tensors(args)),
+    ),
+    Refusal(
+        _OFFLOADING,
+        "the flag that is named with it says where activations of experts are kept",
+        "Leave it out, or the flag that is named with it.",
+        _says_where_experts_keep,
     ),
     Refusal("--hybrid-context-parallel", "hybrid context parallelism is not supported", _OFF),
     Refusal(
@@ -448,11 +476,14 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.experimental_attention_variant != "gated_delta_net",
     ),
     Refusal(
-        "--context-parallel-size",
-        PACKED_WITH_CONTEXT,
-        "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
+        "--micro-batch-size",
+        "with context parallelism, a rank may hold the rows of less than two packed sequences, which "
+        "Megatron's MoE layers would take for the batch",
+        "Use --micro-batch-size 1.",
         lambda args: (
-            args.context_parallel_size > 1 and _with(args, "--context-parallel-size", _documents(args))
+            (args.context_parallel_size or 1) > 1
+            and args.micro_batch_size >= 2 * args.context_parallel_size
+            and _with(args, "--micro-batch-size", _documents(args))
         ),
     ),
     Refusal(

@@ -15,6 +15,7 @@ from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.layers.fixed_experts import ExpertWeights
+from megatron_ampipe.layers.router import BlockRouting
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Saved, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
@@ -46,6 +47,7 @@ class BlockPass:
     """
 
     ring: RingAttention
+    routing: BlockRouting
     chosen: Tensor
     """The routing map of all chunks if the router chooses for all at once, ``[S * B, E]`` bool."""
     expert_weights: ExpertWeights
@@ -85,6 +87,7 @@ class BlockPass:
             self._num_rows * self._batch,
             per_chunk=block.context.settings.capacity_scope == "chunk",
             first_tokens=[chunk.hidden[0].local_start * self._batch for chunk in self.chunks],
+            first_run=self.routing if self.is_again else None,
         )
         # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
         dispatcher = block.dispatcher(block.context.pipeline.exchange)

@@ -125,6 +125,10 @@ class BlockRouting:
     first_tokens: Sequence[int]
     prescribed: Tensor | None
     """The experts that a routing replay prescribes, ``[T, K]``; None without a replay."""
+    is_recompute: bool = False
+    """Whether this is the recompute of a forward pass."""
+    looks_for_replay: bool = False
+    """Whether the recompute has not yet looked what the backward pass is to replay."""
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
     """The loss calls of each chunk."""
     parts: dict[object, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
@@ -160,6 +164,10 @@ class ChunkReplay:
     ) -> tuple[Tensor, Tensor]:
         """As ``RouterReplay.get_replay_topk``, for the tokens of the chunk."""
         block = self._block
+        if block.looks_for_replay:
+            block.looks_for_replay = False
+            if self._whole.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
+                block.prescribed = prescribed_by(self._whole)
         if block.prescribed is not None:
             if block.prescribed.device != scores.device:
                 block.prescribed = copy_to_device(block.prescribed, scores.device)
@@ -168,7 +176,8 @@ class ChunkReplay:
             return scores.gather(1, indices), indices
         assert default_compute_topk is not None
         values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self._whole.router_replay_action is RouterReplayAction.RECORD:
+        # Next to a recompute, the forward pass of the next micro-batch may record its own choice.
+        if self._whole.router_replay_action is RouterReplayAction.RECORD and not block.is_recompute:
             recorded = block.join("replay", self._chunk, indices)
             if recorded is not None:
                 self._whole.record_indices(*recorded)
@@ -260,16 +269,28 @@ class ChunkRouting(_Router):
     """Records the loss calls of the chunk that is being routed; None otherwise."""
 
     def begin_block(
-        self, num_tokens: int, *, per_chunk: bool, first_tokens: Sequence[int] = (0,)
+        self,
+        num_tokens: int,
+        *,
+        per_chunk: bool,
+        first_tokens: Sequence[int] = (0,),
+        first_run: BlockRouting | None = None,
     ) -> BlockRouting:
         """Create the routing state of a block with ``num_tokens`` on this rank, for :meth:`forward`.
 
         ``first_tokens`` are the first token of each chunk. With ``per_chunk``, each has a separate capacity.
+        ``first_run`` is the state of the pass that this one recomputes: what was prescribed then is
+        prescribed again, unless a replay has choices for backward passes.
         """
         config, capacity, replay = self.config, None, self.router_replay
         if config.moe_expert_capacity_factor is not None:
             at_once = per_chunk or config.moe_token_drop_policy == "probs"
             capacity = Capacity(config, self.topk, None if at_once else num_tokens)
+        if first_run is not None:
+            prescribed = first_run.prescribed
+            return BlockRouting(
+                capacity, num_tokens, first_tokens, prescribed, is_recompute=True, looks_for_replay=True
+            )
         prescribed = None if replay is None else prescribed_by(replay)
         return BlockRouting(capacity, num_tokens, first_tokens, prescribed)
 

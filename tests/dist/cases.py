@@ -67,8 +67,8 @@ class Case:
     capacity_scope: str = "sequence"
     """As the flags of AMPipe with these names; the stock layer is made to compute the same."""
     replay: str | None = None
-    """What Megatron's routing replay does: ``record``, ``replay_forward`` or ``replay_backward``. A forward
-    hook of each router looks on."""
+    """What Megatron's routing replay does: ``record``, ``replay_forward``, or ``replay_backward`` for passes
+    that run again after ``replay_forward``. A forward hook of each router looks on."""
     stock: dict[str, Any] = field(default_factory=dict)
     """Overrides ``model`` in the stock layer."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -551,6 +551,8 @@ LAUNCHES = cases("", {"batch": 3}, {
     "replay-prescribed": {
         "replay": "replay_forward", "parallel": TP, "layers": "mm", "stack": 0, "batch": 1, "model": TOP2,
     },
+    "replay-recorded-stack-recompute": RECOMPUTED | {"replay": "record", "model": LARGE},
+    "replay-prescribed-stack-recompute": RECOMPUTED | {"replay": "replay_forward", "model": LARGE},
 })  # fmt: skip
 
 

@@ -41,7 +41,10 @@ REFUSED = {
     "--hybrid-layer-pattern": ["M*-", "*-/*E"],
     "--hybrid-layer-pattern (2)": ["ME --ampipe-cluster dgx-h100", "MEM* --ampipe-memory-budget 60GiB"],
     "--experimental-attention-variant": ["dsa"],
-    "--context-parallel-size": ["2 --sft", "2 --dataloader-inter-document-masking"],
+    "--micro-batch-size": [
+        "4 --context-parallel-size 2 --sft",
+        "4 --context-parallel-size 2 --dataloader-inter-document-masking",
+    ],
     "--moe-token-dispatcher-type": ["flex --ampipe-memory rebuild/S2/keep/keep"],
     "--moe-token-dispatcher-type (2)": [
         "flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs",
@@ -117,11 +120,18 @@ REFUSED = {
     "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [
         *(f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")),
-        *(
-            f"--offload-modules expert_fc1 {other}"
-            for other in ("--ampipe-memory rebuild", "--recompute-granularity full", "--fp8-format e4m3")
-        ),
+        # A launch that recomputes what the remedy of another row might name.
+        "--offload-modules attn_norm --recompute-granularity selective --recompute-modules layernorm moe_act",
     ],
+    "--fine-grained-activation-offloading (2)": [
+        "--offload-modules expert_fc1 --recompute-granularity full",
+        "--offload-modules moe_act --recompute-granularity selective --recompute-modules moe",
+    ],
+    "--fine-grained-activation-offloading (3)": [
+        f"--offload-modules expert_fc1 {FP8}",
+        "--offload-modules expert_fc1 --use-transformer-engine-op-fuser",
+    ],
+    "--fine-grained-activation-offloading (4)": ["--offload-modules expert_fc1 --ampipe-memory rebuild"],
     "--use-megatron-fsdp": ["--ampipe-partner"],
     "--use-megatron-fsdp (2)": ["--ampipe-grad-reduce placed"],
     "--ampipe-memory": [
