@@ -6,17 +6,19 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe import compat
-from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
+from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS, Settings, parse_iterations
 from megatron_ampipe.errors import global_rank
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
-from megatron_ampipe.launch.fixed_rows import FixedRowsSteps
+from megatron_ampipe.launch.environment import PARTNER_FLAG
+from megatron_ampipe.launch.fixed_rows import FixedRowsSteps, require_grouped_products
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.launch.partners import PartneredSteps
@@ -41,15 +43,24 @@ def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPi
         if context.reductions is not None:
             hooks.add(PlacedReductions(context.reductions))
         if context.partners is not None:
-            hooks.add(PartneredSteps(context, environment))
+            flag = PARTNER_FLAG if "partner" in run.implied else SETTING["partner"].flag
+            hooks.add(PartneredSteps(context, environment, flag=flag))
         if context.fixed_rows is not None:
-            hooks.add(FixedRowsSteps(context.fixed_rows, environment, margin=run.settings.rows_margin))
+            if environment.on_gpu:
+                require_grouped_products(torch.cuda.get_device_capability())
+            margin = run.settings.rows_margin
+            hooks.add(
+                FixedRowsSteps(
+                    context.fixed_rows, environment, margin=margin, before_repeat=hooks.before_repeat
+                )
+            )
         hooks.add(Recording(context, environment))
         if run.settings.automatic:
             _choose_later(run, context, hooks)
-    if run.choice is not None or run.settings.automatic:
-        # Another rank may have read another plan or cluster, or no file that --ampipe-save-plan names.
-        hooks.add(Agreement(run.first_pipeline))
+    if run.choice is not None or run.settings.automatic or run.custom_orders:
+        # Another rank may have read another plan or cluster, or no file that --ampipe-save-plan names, or its
+        # function of a custom schedule may return another order.
+        hooks.add(Agreement(run.first_pipeline, run.custom_orders))
     if run.gate is not None and issubclass(run.gate, TokenIdRouter):
         hooks.add(TokenIdsOfModels())
     if run.settings.routing_dir is not None:
@@ -67,8 +78,7 @@ def make_context(run: Run) -> AMPipeContext:
     context = AMPipeContext(
         settings,
         run.pipeline,
-        # Without a trace, only the current iteration is recorded, for the log.
-        recorder=Recorder(num_iterations=TRACED_ITERATIONS if settings.trace_dir else 1),
+        recorder=Recorder(num_iterations=_recorded_iterations(settings)),
         recomputed_layers=run.recomputed_layers,
         documents=DocumentReader(
             masked=environment.documents == "masked", slices_sequence=environment.slices_sequence
@@ -88,6 +98,16 @@ def make_context(run: Run) -> AMPipeContext:
     if run.choice is not None:
         context.predicted_ms = run.choice.stages_ms
     return context
+
+
+def _recorded_iterations(settings: Settings) -> int:
+    """How many iterations are kept: without a trace only the current one, for the log."""
+    if settings.trace_dir is None:
+        return 1
+    if settings.measure is None:
+        return TRACED_ITERATIONS
+    first, last = parse_iterations(settings.measure)
+    return last - first + 1
 
 
 def _choose_later(run: Run, context: AMPipeContext, hooks: Hooks) -> None:

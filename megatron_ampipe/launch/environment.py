@@ -36,6 +36,8 @@ from megatron_ampipe.schedule.features import (
 
 Parsed = argparse.Namespace | Arguments
 """Megatron's arguments: as its parser returns them, or from elsewhere."""
+PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
+"""Megatron's flag for what ``--ampipe-partner`` does."""
 
 
 class LoopState(Protocol):
@@ -167,6 +169,17 @@ def waits_for_stage(args: Parsed) -> bool:
     """Whether passes have no partner: without virtual stages, a backward pass waits for the next stage."""
     stages = args.pipeline_model_parallel_size or 1
     return stages > 1 and args.virtual_pipeline_model_parallel_size is None
+
+
+def no_partner(args: Parsed) -> str | None:
+    """Why passes cannot run together with those of another micro-batch; None if they can."""
+    if waits_for_stage(args):
+        return "a pipeline stage without virtual stages waits for the next stage before every backward pass"
+    if getattr(args, "use_megatron_fsdp", None):
+        return "Megatron-FSDP gathers parameters for one pass at a time"
+    if captured_modules(args):
+        return "a CUDA graph is a part of one pass"
+    return None
 
 
 def partnered_share(args: Parsed, settings: Settings) -> float:

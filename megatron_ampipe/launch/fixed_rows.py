@@ -8,7 +8,7 @@ and they run again from the same data with exact rows. So the optimizer never se
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 
 from megatron_ampipe import compat
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
@@ -28,11 +29,29 @@ WINDOW = 16
 """A budget can become smaller after so many steps, whose largest counts it is learned from."""
 
 
+GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities for which torch has a grouped product that takes its sizes from the device."""
+
+
+def require_grouped_products(capability: tuple[int, int]) -> None:
+    """Raise :class:`BadInput` if products over local experts make the host of this GPU wait."""
+    if capability[0] not in GROUPED_CAPABILITIES:
+        major, minor = capability
+        rule = (
+            f"torch's products over experts take their sizes from the device on GPUs of compute capability 9 "
+            f"and 10, and this one has {major}.{minor}"
+        )
+        raise SETTING["rows"].refuse("fixed", rule, "Use --ampipe-rows exact.")
+
+
 class FixedRowsSteps(Hook):
     """Runs the passes of every training step with budgets, once these are learned."""
 
-    def __init__(self, rows: FixedRows, environment: Environment, *, margin: float) -> None:
+    def __init__(
+        self, rows: FixedRows, environment: Environment, *, margin: float, before_repeat: Callable[[], None]
+    ) -> None:
         self._rows, self._environment, self._margin = rows, environment, margin
+        self._before_repeat = before_repeat
         self._models: Sequence[Model] = ()
         self._num_seen = 0
         self._in_window = 0
@@ -77,6 +96,7 @@ class FixedRowsSteps(Hook):
             return losses
         # What was counted after the first missing row is not the routing of this step.
         rows.begin_step()
+        self._before_repeat()
         state.restore()
         for model in self._models:
             model.zero_grad_buffer()

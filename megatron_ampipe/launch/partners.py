@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.autograd import Variable
 
-from megatron_ampipe.block.settings import SETTING
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.megatron_types import Model
@@ -30,11 +30,15 @@ from megatron_ampipe.schedule.pipeline import Pipeline
 
 
 class PartneredSteps(Hook):
-    """Makes Megatron run training steps with partners, while the pipeline of the context has a partner."""
+    """Makes Megatron run training steps with partners, while the pipeline of the context has a partner.
 
-    def __init__(self, context: AMPipeContext, environment: Environment) -> None:
+    ``flag`` is the flag with which the user asks for them.
+    """
+
+    def __init__(self, context: AMPipeContext, environment: Environment, *, flag: str) -> None:
         self._context = context
         self._environment = environment
+        self._flag = flag
         self._models: Sequence[Model] = []
         self._pipelines: list[Pipeline] = []
         self._num_plans = 0
@@ -72,7 +76,7 @@ class PartneredSteps(Hook):
         if self._environment.documents == "packed" and kwargs.get("packed_seq_params") is None:
             rule = "forward_step of this script gives no packed_seq_params, so documents would mix"
             remedy = "Start the run with -m megatron_ampipe.pretrain_gpt, or leave it out."
-            raise SETTING["partner"].refuse("on", rule, remedy)
+            raise BadInput(self._flag, "on", rule=rule, remedy=remedy)
         # Modulo, because Megatron may repeat a step to compare its results.
         pipeline = self._pipelines[self._num_plans % len(self._pipelines)]
         self._num_plans += 1

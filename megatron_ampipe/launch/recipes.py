@@ -82,7 +82,8 @@ def switch_on(recipe: object, *, degree: int, **options: Unpack[Options]) -> Non
         return
     arguments = _arguments(recipe, model, capacity_scope=run.settings.capacity_scope)
     refuse_unsupported(run.settings, run.pipeline, arguments)
-    switch_off_overlaps(model)
+    for part in (model, *_overlaps_of_bridge(recipe)):
+        switch_off_overlaps(part)
     if getattr(arguments, "use_megatron_fsdp", False):
         # As in a launch: FSDP gathers parameters by layer, and makes fused products overwrite gradients.
         settings["stack"], model.gradient_accumulation_fusion = 1, False
@@ -91,6 +92,13 @@ def switch_on(recipe: object, *, degree: int, **options: Unpack[Options]) -> Non
     # Megatron's own configuration of a hybrid model can only hold a specification.
     is_of_megatron = type(model).__module__.startswith("megatron.training.")
     setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
+
+
+def _overlaps_of_bridge(recipe: object) -> list[object]:
+    """Megatron-Bridge's ``CommOverlapConfig`` and the copy in it, which it writes into the model later."""
+    overlaps = getattr(recipe, "comm_overlap", None)
+    copied = getattr(overlaps, "user_comm_overlap_cfg", None)
+    return [part for part in (overlaps, copied) if part is not None]
 
 
 def switch_on_models(*, degree: int, **options: Unpack[Options]) -> None:
@@ -212,14 +220,10 @@ def _pipelined(
         from megatron_ampipe.layers.hybrid import pipelined_stack
 
         return pipelined_stack(spec, _context(run))
-    from megatron.core.transformer.transformer_block import _get_block_submodules
+    from megatron_ampipe.layers.layer import listed, pipelined
 
-    from megatron_ampipe.layers.layer import pipelined
-
-    if run.pipeline.stack != 1:
-        # One specification for all layers does not give their order; Megatron's list does.
-        spec = _get_block_submodules(transformer, spec, vp_stage)
-    return pipelined(spec, _context(run))
+    context = _context(run)
+    return pipelined(listed(spec, transformer, context, vp_stage=vp_stage), context)
 
 
 def _make_groups(transformer: TransformerConfig, run: Run, groups: ProcessGroupCollection | None) -> None:
@@ -261,9 +265,14 @@ def _arguments(recipe: object, model: object, *, capacity_scope: str) -> Argumen
     With few exceptions, fields of a model's configuration have the names of the arguments.
     """
     parts = (getattr(recipe, name, None) for name in ("dataset", "ddp", "train"))
+    overlaps = [model, *_overlaps_of_bridge(recipe)]
+    layout = next((given for part in overlaps if (given := getattr(part, "tp_comm_overlap_cfg", None))), None)
     return Arguments(
         model,
         *parts,
+        tp_comm_overlap=any(getattr(part, "tp_comm_overlap", False) for part in overlaps),
+        # A path, or an object with many numbers.
+        tp_comm_overlap_cfg=layout if isinstance(layout, str | None) else type(layout).__name__,
         num_experts=getattr(model, "num_moe_experts", None),
         group_query_attention=getattr(model, "num_query_groups", None) is not None,
         ampipe_capacity_scope=capacity_scope if capacity_scope != "sequence" else None,

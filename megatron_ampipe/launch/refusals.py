@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.megatron_settings import Arguments
-from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings
+from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings, parse_iterations
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.environment import (
+    PARTNER_FLAG,
     captured_modules,
     exchanges_of,
     layout_of_args,
@@ -82,7 +83,8 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object
         flag = _setting_of_plan(args)[0].flag
         flags, off = f"{flag} {settings.plan}", f"no {flag}"
     elif pipeline.partner is not None and pipeline.degree == 1:
-        flags, off = "--ampipe-partner", "no --ampipe-partner"
+        flag = PARTNER_FLAG if PARTNER_FLAG in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
+        flags, off = flag, f"no {flag}"
     elif pipeline.degree > 1 or settings.automatic:
         flags, off = f"--ampipe-degree {AUTO if settings.automatic else pipeline.degree}", "--ampipe-degree 1"
     else:
@@ -206,12 +208,14 @@ def _measures_without_training(args: Arguments) -> bool:
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
 
 
-def _partner_flag(args: Arguments) -> str | None:
-    """The flag that asks for partners: AMPipe's, or Megatron's, which becomes it."""
-    if not args.ampipe_partner:
-        return None
-    megatrons = "--overlap-moe-expert-parallel-comm"
-    return megatrons if megatrons in (args.ampipe_disabled_flags or ()) else "--ampipe-partner"
+def _measures_after_the_end(args: Arguments) -> bool:
+    _, last = parse_iterations(args.ampipe_measure)
+    return args.train_iters is not None and last > args.train_iters
+
+
+def _overlaps_tensor_ranks(args: Arguments) -> bool:
+    """Whether ``--tp-comm-overlap`` is given, which pipelined runs switch off."""
+    return bool(args.tp_comm_overlap) or "--tp-comm-overlap" in (args.ampipe_disabled_flags or ())
 
 
 def _resends(memory: str | None) -> bool:
@@ -331,14 +335,12 @@ def _cannot_capture(args: Arguments) -> str | None:
 
 
 _NOT_WITH_FIXED_ROWS = (
-    "--ampipe-partner",
     "--ampipe-condense",
+    # Predictions of memory do not know the padding.
     "--ampipe-memory-budget",
-    # It would keep the pass that is repeated.
-    "--ampipe-routing-dir",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
     "--use-megatron-fsdp",
+    # Zeroing gradients for the repeat would zero the parameters that a gather reads.
+    "--reuse-grad-buf-for-mxfp8-param-ag",
     "--moe-enable-routing-replay",
     "--moe-routing-trace-path",
     "--qk-clip",
@@ -370,13 +372,7 @@ def _not_with_fixed_rows(args: Arguments) -> str | None:
     flag = _set(args, *_NOT_WITH_FIXED_ROWS)
     if flag is not None:
         return flag
-    if args.ampipe_memory not in (None, KEEP):
-        return "--ampipe-memory"
-    if args.recompute_granularity == "selective" and "moe_act" in (args.recompute_modules or []):
-        return "--recompute-modules"
-    if args.cuda_graph_impl not in (None, "none"):
-        return "--cuda-graph-impl"
-    return "--pipeline-model-parallel-size" if (args.pipeline_model_parallel_size or 1) > 1 else None
+    return None if args.cuda_graph_impl in (None, "none") else "--cuda-graph-impl"
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
@@ -620,9 +616,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.mlp_chunks_for_training > 1,
     ),
     Refusal(
-        "--tp-comm-overlap",
-        "Transformer Engine's buffers for it have the size of the whole sequence, and it aborts at a chunk",
-        "Leave it out; chunks overlap with the communication of tensor parallelism without it.",
+        "--tp-comm-overlap-cfg",
+        "the file may have reduce-scatters round to 8 bits, which they do not without the overlap",
+        "Leave it out, or train with --ampipe-degree 1.",
+        lambda args: (
+            _overlaps_tensor_ranks(args) and _with(args, "--tp-comm-overlap-cfg", _set(args, "--fp8-format"))
+        ),
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards",
@@ -640,7 +639,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-megatron-fsdp",
         "it gathers parameters for one pass at a time",
         "Leave out the flag that is named with it, or use --use-distributed-optimizer.",
-        lambda args: _with(args, "--use-megatron-fsdp", _partner_flag(args)),
+        lambda args: _with(args, "--use-megatron-fsdp", _set(args, "--ampipe-partner")),
     ),
     Refusal(
         "--use-megatron-fsdp",
@@ -732,12 +731,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-rows",
-        "gathers of tensor-parallel experts take numbers of rows from the host",
-        "Leave it out, or use --expert-tensor-parallel-size 1.",
-        lambda args: _has_fixed_rows(args) and expert_tensor_ranks(args) > 1,
-    ),
-    Refusal(
-        "--ampipe-rows",
         "only the products of Megatron's local experts can take their numbers of rows from the device",
         "Leave it out, or use --transformer-impl local without the flag that is named with it.",
         lambda args: _has_fixed_rows(args) and _with(args, "--ampipe-rows", _other_experts(args)),
@@ -774,11 +767,32 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave out --moe-apply-probs-on-input, or --ampipe-condense.",
         lambda args: _with(args, "--ampipe-condense", _set(args, "--moe-apply-probs-on-input")),
     ),
+    *(
+        Refusal(
+            flag,
+            "has no effect with --skip-train: only training iterations are recorded",
+            "Leave it out.",
+            lambda args: bool(args.skip_train),
+        )
+        for flag in ("--ampipe-trace-dir", "--ampipe-measure")
+    ),
     Refusal(
-        "--ampipe-trace-dir",
-        "has no effect with --skip-train: only training iterations are recorded",
-        "Leave it out.",
-        lambda args: bool(args.skip_train),
+        "--ampipe-measure",
+        "ends after --train-iters",
+        "Use iterations of the run, such as its last ten.",
+        _measures_after_the_end,
+    ),
+    Refusal(
+        "--ampipe-measure",
+        "with one expert-parallel rank there is no communication to measure",
+        "Leave it out, or add --expert-model-parallel-size 2.",
+        lambda args: _ranks(args) == 1,
+    ),
+    Refusal(
+        "--ampipe-measure",
+        "recorded iterations run without CUDA graphs, so others would be measured than are trained with",
+        "Leave it out, or use --cuda-graph-impl none.",
+        lambda args: bool(captured_modules(args)),
     ),
 )
 """All combinations that this version refuses with a degree above 1; no other module refuses one."""

@@ -24,17 +24,23 @@ from megatron_ampipe.launch.environment import (
     features_of_args,
     high_priority_groups,
     layers_split_weights,
+    no_partner,
     packs_documents,
     partnered_share,
     passes_in_flight,
     reads_masks,
 )
-from megatron_ampipe.launch.planned import choose_memory, plan_of_run, planner_of
+from megatron_ampipe.launch.planned import choose_memory, custom_orders, plan_of_run, planner_of
 from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
-from megatron_ampipe.launch.run import RELAXES_MAX_CONNECTIONS_CHECK, SWITCHED_OFF, Run
+from megatron_ampipe.launch.run import (
+    RELAXES_MAX_CONNECTIONS_CHECK,
+    Run,
+    why_switched_off,
+    without_partner,
+)
 from megatron_ampipe.layers.gates import TokenIdRouter, load_gate
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.schedule import IN_ONE_CHUNK
+from megatron_ampipe.schedule import IN_ONE_CHUNK, is_custom
 from megatron_ampipe.schedule.features import uses_ring_attention
 
 
@@ -50,12 +56,13 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
     if run.pipelined:
         # Megatron has validated its arguments.
         setattr(args, RELAXES_MAX_CONNECTIONS_CHECK, False)
+        run = _with_possible_partner(args, run)
     gate = refuse(args, run)
     run = replace(run, gate=gate, adjustments=adjustments)
     if run.pipelined:
-        if run.settings.rows == "fixed" and on_gpu:
-            rule = "is built for CPUs so far: no event orders the counts before what reads them on a device"
-            raise SETTING["rows"].refuse("fixed", rule, "Leave it out.")
+        if run.settings.rows == "fixed" and on_gpu and not args.bf16:
+            rule = "without --bf16, torch's products over experts make the host of a GPU wait for their sizes"
+            raise SETTING["rows"].refuse("fixed", rule, "Add --bf16, or use --ampipe-rows exact.")
         run = _with_changed_arguments(args, run, on_gpu=on_gpu)
     run = replace(run, environment=environment_of(args, run.settings, on_gpu=on_gpu))
     if run.pipelined:
@@ -68,7 +75,16 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
     if run.plan is not None:
         choice = plan_of_run(run)
         run = replace(run, choice=choice, pipeline=choice.pipeline)
-    return run
+    return replace(run, custom_orders=custom_orders(run)) if run.pipelined else run
+
+
+def _with_possible_partner(args: argparse.Namespace, run: Run) -> Run:
+    """The run with chunks alone, where only Megatron's flag asks for a partner, and there can be none."""
+    reason = no_partner(args) if "partner" in run.implied else None
+    if reason is None:
+        return run
+    args.ampipe_partner = None
+    return without_partner(run, reason)
 
 
 def refuse(args: argparse.Namespace, run: Run) -> type | None:
@@ -105,7 +121,7 @@ def _with_predictions(args: argparse.Namespace, run: Run) -> Run:
     The memory strategy fits the budget, and a planner chooses the pipeline. Reads the cluster's file.
     """
     settings = run.settings
-    if run.plan is not None or settings.save_plan is not None:
+    if run.plan is not None or settings.save_plan is not None or is_custom(run.pipeline.schedule):
         run = replace(run, features=features_of_args(args, settings))
     named = (run.plan, settings.save_plan, settings.cluster, settings.memory_budget)
     is_predicted = any(value is not None for value in named)
@@ -200,7 +216,7 @@ def adjust_arguments(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> dic
         reason = "ignored: chunks send only the kept tokens, with the same result"
         changes["--moe-pad-expert-input-to-capacity"] = reason
     for flag in run.disabled_flags:
-        changes[flag] = f"switched off: {SWITCHED_OFF[flag]}"
+        changes[flag] = f"switched off: {why_switched_off(run, flag)}"
     in_ring = uses_ring_attention(args)
     modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_ampipe.block.settings import AUTO, SETTING, Given, Settings, check_given, given_settings
 from megatron_ampipe.launch import config_files, connections
-from megatron_ampipe.launch.environment import Environment, ranks_per_node
+from megatron_ampipe.launch.environment import PARTNER_FLAG, Environment, ranks_per_node
 from megatron_ampipe.launch.refusals import offloads_experts
 from megatron_ampipe.launch.trials import Planner
 from megatron_ampipe.plan.block import Block
@@ -34,20 +34,24 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.schedule.pipeline import builds_layers, check_condense
 
+DEFAULT_CHUNKS = 2
+"""The degree where the user asks for an overlap and for no number of chunks."""
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
-_PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
 _OFFLOADING_FLAG = "--fine-grained-activation-offloading"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe replaces"
 _SAME_ROWS = "experts pad the rows of each chunk themselves, as without this flag"
 SWITCHED_OFF: Mapping[str, str] = {
     "--moe-shared-expert-overlap": "AMPipe schedules the shared experts itself",
-    _PARTNER_FLAG: "--ampipe-partner does the same; with --ampipe-degree auto or a plan, which say how all "
-    "micro-batches run, the same all-to-alls are scheduled inside each",
+    PARTNER_FLAG: "--ampipe-partner does the same; where it cannot run, and with --ampipe-degree auto or a "
+    "plan, which say how all micro-batches run, the same all-to-alls are scheduled inside each",
     "--ep-overlap-early-attn-memory-release": _SAME_EXCHANGES,
     "--overlap-dispatch-backward-with-experts-wgrad": _SAME_WEIGHTS,
     "--delay-wgrad-compute": _SAME_WEIGHTS,
     "--moe-router-padding-for-quantization": _SAME_ROWS,
     "--moe-router-padding-for-fp8": _SAME_ROWS,
+    "--tp-comm-overlap": (
+        "its buffers have the size of a whole sequence; the same transfers follow or precede the products"
+    ),
     _OFFLOADING_FLAG: "--ampipe-memory offload puts away all that experts keep, these modules included",
     "--fused-residual-rmsnorm": (
         "stages call the norm and the residual addition one after the other, with the same result"
@@ -74,13 +78,16 @@ class Run:
         given: Names of the settings that the user gives, or a flag of Megatron that AMPipe replaces.
         pipeline: How blocks run at first. With one chunk, Megatron's own layers are built, unless
             ``--ampipe-degree auto`` can choose another pipeline later, or the exchange is not Megatron's.
+        implied: Those of them that only a flag of Megatron asks for.
+        no_partner: Why an implied partner is not possible, so that chunks are all that overlaps; else None.
         plan: The plan file, as it was read; None without.
         disabled_flags: The flags of :data:`SWITCHED_OFF` that were given.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
         environment: What surrounds the blocks; None before ``resolve``.
         block: The sizes of a block, for a plan, a planner or a memory budget; else None.
         features: What decides the stages of a block that has its own schedule, and of one that shares it; for
-            a plan that is read or saved, else None.
+            a plan that is read or saved and for a custom schedule, else None.
+        custom_orders: What the function of a custom schedule returns, as text; empty for a named schedule.
         planner: Chooses the pipeline for an input shape; None without ``--ampipe-cluster``.
         choice: The plan for the rows of this run, and why; None without a plan file and a planner.
         memory_reason: Why the memory strategy was chosen; None if the flags say it.
@@ -94,12 +101,15 @@ class Run:
     settings: Settings = field(default_factory=Settings)
     pipeline: Pipeline = field(default_factory=lambda: Pipeline.of(1))
     given: frozenset[str] = frozenset()
+    implied: frozenset[str] = frozenset()
+    no_partner: str | None = None
     plan: Plan | None = None
     disabled_flags: tuple[str, ...] = ()
     gate: type | None = None
     environment: Environment | None = None
     block: Block | None = None
     features: tuple[BlockFeatures, BlockFeatures] | None = None
+    custom_orders: tuple[str, ...] = ()
     planner: Planner | None = None
     choice: Plan | None = None
     memory_reason: str | None = None
@@ -164,11 +174,52 @@ def requested(args: argparse.Namespace) -> Run:
     if _OFFLOADING_FLAG in disabled:
         replaced["memory"] = "offload"
     is_open = given.get("degree") != AUTO and not {"plan", "save_plan"} & given.keys()
-    if _PARTNER_FLAG in disabled and is_open:
-        replaced["partner"] = True
+    no_partner = None
+    if PARTNER_FLAG in disabled and is_open:
+        no_partner = None if "partner" in given else _function_of_chunks(given)
+        if no_partner is None:
+            replaced["partner"] = True
+    implied = frozenset(replaced.keys() - given.keys())
     given = {**given, **replaced}
     check_given(given)
-    return _run_of(given, plan, disabled=disabled)
+    run = _run_of(given, plan, disabled=disabled)
+    return replace(run, implied=implied, no_partner=no_partner)
+
+
+def _function_of_chunks(given: Given) -> str | None:
+    """Why passes with other chunks would be another function; None if they would not."""
+    for name, value in given.items():
+        setting = SETTING[name]
+        if setting.of_chunks in (..., value):
+            return f"with {setting.flag}, passes with a partner would be another function"
+    return None
+
+
+def without_partner(run: Run, reason: str) -> Run:
+    """The run with chunks in place of an implied partner, which is not possible for this reason.
+
+    It has the default number of chunks if the user gives none.
+    """
+    pipeline = replace(run.pipeline, partner=None)
+    if not pipeline.overlaps and not {"degree", "chunks"} & run.given:
+        pipeline = replace(pipeline, degree=DEFAULT_CHUNKS, backward_degree=DEFAULT_CHUNKS)
+    return replace(
+        run,
+        settings=replace(run.settings, partner=False),
+        pipeline=pipeline,
+        given=run.given - {"partner"},
+        implied=run.implied - {"partner"},
+        no_partner=reason,
+    )
+
+
+def why_switched_off(run: Run, flag: str) -> str:
+    """What AMPipe does in place of a flag of :data:`SWITCHED_OFF`."""
+    if flag != PARTNER_FLAG or run.no_partner is None:
+        return SWITCHED_OFF[flag]
+    if not run.pipeline.overlaps:
+        return f"{run.no_partner}, and one chunk leaves nothing to overlap with"
+    return f"{run.no_partner}; the same all-to-alls overlap with other chunks"
 
 
 def prepare_arguments(args: argparse.Namespace, run: Run) -> None:
@@ -183,7 +234,7 @@ def prepare_arguments(args: argparse.Namespace, run: Run) -> None:
     switch_off_overlaps(args)
     if _OFFLOADING_FLAG in run.disabled_flags:
         args.ampipe_memory = run.settings.memory
-    if _PARTNER_FLAG in run.disabled_flags and run.settings.partner:
+    if PARTNER_FLAG in run.disabled_flags and run.settings.partner:
         args.ampipe_partner = True
     setattr(args, RELAXES_MAX_CONNECTIONS_CHECK, True)
     connections.set_default()

@@ -291,11 +291,16 @@ class TrainingSession:
         bound = signature.bind(model, *args, **kwargs)
         name = list(signature.parameters)[2]
         is_stack = not isinstance(model, _models[0])
-        bound.arguments[name] = self.pipelined(bound.arguments[name], is_stack=is_stack)
+        given = bound.arguments
+        if self.context is not None and not is_stack:
+            from megatron_ampipe.layers.layer import listed
+
+            stage = given.get("vp_stage")
+            given[name] = listed(given[name], given["config"], self.context, vp_stage=stage)
+        given[name] = self.pipelined(given[name], is_stack=is_stack)
         if self.context is not None and not is_stack:
             from megatron_ampipe.layers.process_groups import make_groups_of_model
 
-            given = bound.arguments
             make_groups_of_model(given["config"], self.context, given.get("pg_collection"))
         construct(*bound.args, **bound.kwargs)
 

@@ -342,6 +342,8 @@ class BlockModules:
     def captured(self) -> frozenset[StageKind]:
         """Kinds of stages that are captured as CUDA graphs."""
         modules = self.context.graph_modules
+        if self.context.captures_passes:
+            return frozenset(FUNCTIONS)
         if "moe_preprocess" in modules:
             # ``merge`` reads what ``route`` has left on the device. Megatron's local graphs also have both.
             modules |= {"moe_router"}

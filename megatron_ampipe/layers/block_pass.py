@@ -14,6 +14,7 @@ from megatron_ampipe.exchange.codecs import Condensed
 from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
+from megatron_ampipe.layers.fixed_experts import ExpertWeights
 from megatron_ampipe.layers.router import BlockRouting
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Saved, StageKind, kinds
@@ -51,6 +52,8 @@ class BlockPass:
     routing: BlockRouting
     chosen: Tensor
     """The routing map of all chunks if the router chooses for all at once, ``[S * B, E]`` bool."""
+    expert_weights: ExpertWeights
+    """With fixed rows."""
     is_again = False
     """Whether this is the recompute of a forward pass."""
 
@@ -95,6 +98,7 @@ class BlockPass:
             assert isinstance(dispatcher, FixedRowsChunk)
             count = len(self.chunks)
             self.dispatchers = [dispatcher.of_chunk(index, count) for index in range(count)]
+            self.expert_weights = ExpertWeights(count)
         else:
             self.dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
         self.condensed: dict[int, Condensed] = {}

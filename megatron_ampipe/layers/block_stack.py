@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass, MicroBatch
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
-from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.context import WHOLE_PASSES, AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.layers.user_changes import refuse_hooks_of, refuse_outer_checkpoint
 from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
-from megatron_ampipe.runtime.graphs import GraphCache, TapeGraphs
+from megatron_ampipe.runtime.graphs import CaptureOptions, GraphCache, TapeGraphs
 from megatron_ampipe.runtime.stack_call import PassRun, StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
@@ -191,8 +194,11 @@ class BlockStack:
         if documents is not None and shares_documents:
             chunks = tuple(map(documents.divided, chunks))
             whole = documents.divided(whole)
-        graphs = None
+        graphs, is_fixed = None, False
         if keep_graph and context.graph_modules and not context.recorder.recording:
+            # A graph of a whole pass holds transfers of sizes that do not depend on the routing.
+            is_fixed = context.graph_modules != WHOLE_PASSES or None not in self._budgets(len(chunks))
+        if is_fixed:
             graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
         token_ids = self._token_ids(chunks, hidden)
         micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, token_ids, padding)
@@ -206,6 +212,15 @@ class BlockStack:
         run = PassRun(executor, context.recorder, self._numbers, context.reductions, context.partners)
         call = StackCall(passes, tapes, run, parameters=parameters, keep_graph=keep_graph, graphs=graphs)
         return call.run(hidden)
+
+    def _budgets(self, num_chunks: int) -> tuple[int | None, ...]:
+        """The versions of the budgets of all chunks; None for a layer whose next pass has exact rows."""
+        exchange = self._context.pipeline.exchange
+        dispatchers = [block.dispatcher(exchange) for block in self._blocks if not block.dense]
+        return tuple(
+            dispatcher.budget_version(num_chunks) if isinstance(dispatcher, FixedRowsChunk) else None
+            for dispatcher in dispatchers
+        )
 
     def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
         """``[S, B]``, the ids of the rows of ``hidden``; None if no router reads them."""
@@ -266,13 +281,27 @@ class BlockStack:
         shape: torch.Size,
         executor: Executor,
     ) -> TapeGraphs:
-        return TapeGraphs(
-            self._tapes(pipeline, features, revisions, shape[0], executor, True),
-            self._blocks,
-            [block.captured for block in self._blocks],
-            warm_up=self._context.graph_warm_up,
+        context, num_chunks = self._context, len(self._chunks(pipeline, shape[0])[0])
+        kinds = None if context.captures_passes else [block.captured for block in self._blocks]
+        options = CaptureOptions(
+            kinds=kinds,
+            warm_up=context.graph_warm_up,
             generators=_generators,
+            outside=tensors_outside_modules if kinds is None else tuple,
+            version=partial(self._budgets, num_chunks) if kinds is None else tuple,
         )
+        tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True)
+        return TapeGraphs(tapes, self._blocks, options)
+
+
+def tensors_outside_modules() -> list[Tensor]:
+    """Tensors that whole passes read or write and that no module has.
+
+    The losses that Megatron logs, the factor of router losses, and buffers of tensor-parallel transfers.
+    """
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    tensors = [*compat.logged_losses().values(), *compat.global_buffers()]
+    return tensors if scale is None else [*tensors, scale]
 
 
 def _generators() -> list[torch.Generator]:

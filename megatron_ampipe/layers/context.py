@@ -15,6 +15,9 @@ from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline
 from megatron_ampipe.schedule.pipeline import builds_layers
 
+WHOLE_PASSES = frozenset({"full"})
+"""In place of modules whose stages are captured: all stages of a pass, transfers included."""
+
 
 @dataclass(slots=True)
 class AMPipeContext:
@@ -34,7 +37,8 @@ class AMPipeContext:
         partners: Joins the passes of two micro-batches (``--ampipe-partner``); None without.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
         wire: Encodes tokens for their transfers (``--ampipe-wire``); None to send them as they are.
-        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
+        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured;
+            :data:`WHOLE_PASSES` to capture whole passes.
         graph_warm_up: How many micro-batches run without graphs first.
         fixed_rows: The chunks that are sent with fixed rows (``--ampipe-rows fixed``); None for exact rows.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
@@ -67,6 +71,11 @@ class AMPipeContext:
         self.pipeline = self.given
         if self.settings.condense is not None:
             self.condenser = Condenser(self.settings.condense)
+
+    @property
+    def captures_passes(self) -> bool:
+        """Whether a CUDA graph is a whole pass, rather than consecutive stages of it."""
+        return self.graph_modules == WHOLE_PASSES
 
     @property
     def pipelined(self) -> bool:

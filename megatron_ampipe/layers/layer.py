@@ -23,7 +23,12 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    _get_block_submodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
@@ -34,7 +39,6 @@ from megatron_ampipe.layers.block_stack import ConsecutiveLayers
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import chunk_router_of
-from megatron_ampipe.schedule import stack_to_text
 
 ATTENTION = (SelfAttention, MLASelfAttention)
 """The classes of attention that can be pipelined."""
@@ -155,9 +159,10 @@ def pipelined(
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """The specification with :class:`AMPipeTransformerLayer` for MoE layers; ``spec`` itself for stock runs.
 
+    Where layers are to share schedules, a specification of one layer has been :func:`listed`.
+
     Raises:
-        BadInput: an MoE layer has a class that AMPipe does not support; or layers are to share a schedule,
-            and the specification does not list them.
+        BadInput: an MoE layer has a class that AMPipe does not support.
     """
     if not context.pipelined:
         return spec
@@ -167,15 +172,7 @@ def pipelined(
         if not _is_moe(spec):
             # A dense model, as Megatron builds one to upcycle it.
             return spec
-        if (stack := context.given.stack) != 1:
-            raise BadInput(
-                "--ampipe-stack",
-                stack_to_text(stack),
-                rule="the layer specification names one layer for all of them, so the order of the layers is "
-                "not known",
-                remedy="Use --ampipe-stack 1, or a specification that lists the layers "
-                "(TransformerBlockSubmodules).",
-            )
+        assert context.given.stack == 1, "one specification for all layers does not give their order"
         return _pipelined_layer(spec, context)
     assert spec.layer_specs is not None
     layers: list[ModuleSpec] = []
@@ -189,6 +186,23 @@ def pipelined(
             for place, layer in enumerate(run_specs)
         ]
     return dataclasses.replace(spec, layer_specs=layers)
+
+
+def listed(
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    transformer: TransformerConfig,
+    context: AMPipeContext,
+    *,
+    vp_stage: int | None,
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The specification with the list of the layers that Megatron builds of it, if they can share schedules.
+
+    One specification for all layers does not give their order. ``transformer`` is their configuration.
+    """
+    if context.given.stack == 1:
+        return spec
+    submodules: TransformerBlockSubmodules = _get_block_submodules(transformer, spec, vp_stage)
+    return submodules
 
 
 def _pipelined_layer(

@@ -154,12 +154,6 @@ def products_of(linear: Module) -> WeightProducts | None:
     return products
 
 
-def keep_for_weights(output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
-    """A layer's output ``[..., N]``; its backward calls ``keep`` with inputs ``[..., K]`` and gradient."""
-    kept: Tensor = _KeepForWeight.apply(output, inputs, keep)
-    return kept
-
-
 class _KeepContext(Protocol):
     """What a node of :class:`_KeepForWeight` saves."""
 

@@ -20,7 +20,7 @@ from megatron_ampipe.exchange.packing import AllToAllChunk, HostSplits
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
-from megatron_ampipe.layers.fixed_experts import run_experts
+from megatron_ampipe.layers.fixed_experts import FixedProducts, run_experts
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
@@ -179,7 +179,7 @@ def collect(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction
 @runs(kinds.GATHER, kinds.REGATHER)
 def gather(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """All-gather tokens ``[T, D]`` and probabilities over the ranks that share an expert, in rank order."""
-    gathers = [rows for chunk in chunks if (rows := _host_splits(state, chunk).gather) is not None]
+    gathers = [state.dispatchers[chunk].gather() for chunk in chunks]
     return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
 
@@ -203,21 +203,22 @@ def _experts(
 ) -> Tensor:
     tokens, tokens_per_expert, probs = state.dispatchers[chunk].dispatch_postprocess(tokens, probs)
     if inner is None:
-        return _products(state.block, tokens_per_expert, None, tokens, probs)
-    products = functools.partial(_products, state.block, tokens_per_expert, inner)
+        return _products(state, tokens_per_expert, None, tokens, probs)
+    products = functools.partial(_products, state, tokens_per_expert, inner)
     return inner.run(products, tokens, probs)
 
 
 def _products(
-    block: BlockModules,
+    state: BlockPass,
     tokens_per_expert: Tensor | ExpertOffsets,
     inner: ExpertTensors | None,
     tokens: Tensor,
     probs: Tensor,
 ) -> Tensor:
-    if block.context.fixed_rows is not None and isinstance(tokens_per_expert, ExpertOffsets):
-        assert inner is None, "a memory strategy with fixed rows"
-        return run_experts(block.moe.experts, tokens, tokens_per_expert, probs)
+    block = state.block
+    if isinstance(tokens_per_expert, ExpertOffsets):
+        products = FixedProducts(tokens_per_expert, state.expert_weights, inner)
+        return run_experts(block.moe.experts, tokens, probs, products)
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
     stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):

@@ -90,6 +90,8 @@ class StackCall:
         comm_memory = CommMemory() if run.executor.host_waits else None
         self.state = MicroBatchState(tapes.num_slots, blocks, parameters, comm_memory)
         self._graphs = None if graphs is None else graphs.begin(self.state)
+        # Whether both passes are one graph each, in place of some of their calls.
+        self._is_whole = self._graphs is not None and graphs is not None and graphs.is_whole
         # How many reductions had been requested when a reducing stage's gradients were complete.
         self._asked: dict[tuple[StageKind, int], int] = {}
 
@@ -185,7 +187,8 @@ class StackCall:
             assert self._reductions is not None, "a schedule with reductions runs without them"
             return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
         transfer, steps = None, call.steps
-        if self._graphs is not None and self._graphs.run_call(direction, call, state):
+        # A whole pass runs call by call only while it is captured.
+        if self._graphs is not None and not self._is_whole and self._graphs.run_call(direction, call, state):
             steps = ()
         for step in steps:
             try:
@@ -200,17 +203,22 @@ class StackCall:
                 text = f"{step.text(names)}\nthere are {', '.join(shapes) or 'no tensors'}"
                 error.add_note(f"{direction} pass, call {call.position}: {text}")
                 raise
+        if (call.ends or call.ends_half) and not self._is_whole:
+            self._end_call(direction, call)
+        return transfer
+
+    def _end_call(self, direction: Direction, call: Call) -> None:
+        """Do what follows the steps of a call: end its layer, hand over gradients."""
         if call.ends_half:
             self._accumulate_param_grads(call.stage.layer, half=True)
             self._note_asked(REDUCE_EXPERTS, call.stage.layer)
         if call.ends:
             self._end_layer(direction, call.stage.layer)
-        return transfer
 
     def _end_layer(self, direction: Direction, layer: int) -> None:
         """Called when all stages of a layer have run."""
         if direction is Direction.FORWARD:
-            if layer in self.tapes.for_recompute:
+            if layer in self.tapes.for_recompute and not self._is_whole:
                 blocks = self.state.blocks
                 blocks[layer] = blocks[layer].for_recompute()
             return
@@ -229,8 +237,24 @@ class StackCall:
         recorder.enter(self.numbers, direction)
         # Set once for all segments; all else works on tensors without a graph.
         with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
-            run = functools.partial(self.run_call, direction)
-            self.executor.execute(self.tapes.passes[direction], run, recorder, state.comm_memory)
+            if self._graphs is not None and self._is_whole:
+                calls = self.tapes.passes[direction].calls
+                execute = functools.partial(self._execute_calls, direction)
+                self._graphs.run_call(direction, calls[0], state, execute)
+                for call in calls:
+                    if call.ends or call.ends_half:
+                        self._end_call(direction, call)
+                return
+            self._execute_calls(direction)
+
+    def _execute_calls(self, direction: Direction) -> None:
+        """Run all calls of a pass."""
+        state = self.state
+        run = functools.partial(self.run_call, direction)
+        self.executor.execute(self.tapes.passes[direction], run, self.recorder, state.comm_memory)
+        if self._is_whole and direction is Direction.FORWARD:
+            for layer in self.tapes.for_recompute:
+                state.blocks[layer] = state.blocks[layer].for_recompute()
 
 
 class _BlocksContext(Protocol):

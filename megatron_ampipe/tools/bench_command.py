@@ -23,6 +23,7 @@ from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, matching, several
 from megatron_ampipe.files.outputs import Report
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     KEEP,
@@ -32,7 +33,9 @@ from megatron_ampipe.schedule import (
     Exchange,
     Partner,
     Pipeline,
+    build,
     check_memory,
+    is_custom,
     parse_exchanges,
     parse_stack,
 )
@@ -50,6 +53,7 @@ OFF = "off"
 """The value of ``--partner`` without partners."""
 UNCHANGED = "none"
 """The value of ``--wire`` that sends rows unchanged."""
+_FUNCTION = r"[\w.]+:\w+"
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Defaults of ``--end-to-end``."""
 
@@ -91,8 +95,9 @@ def _add_variants(add: Callable[..., None]) -> None:
     """What is compared: all combinations."""
     chunks = "numbers of chunks; 4:2 is 4 forward and 2 backward"
     add("--degrees", "N,N", chunks, type=several(_degree), default=DEGREES)
-    schedules = several(matching("|".join(SCHEDULE_NAMES), "ampipe"))
-    add("--schedules", "S,S", f"of {', '.join(SCHEDULE_NAMES)}", type=schedules, default="moe-only,ampipe")
+    schedules = several(matching("|".join((*SCHEDULE_NAMES, _FUNCTION)), "ampipe"))
+    named = f"of {', '.join(SCHEDULE_NAMES)}, or a function package.module:function that returns an order"
+    add("--schedules", "S,S", named, type=schedules, default="moe-only,ampipe")
     layers = f"consecutive blocks measured together (default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
     add("--layers", "N", layers, type=at_least(1))
     stacks = "how many of these layers share a schedule: numbers (1 is block by block), or all"
@@ -215,14 +220,23 @@ def _measure(arguments: argparse.Namespace) -> Report:
             result.write(document, arguments.json)
 
     try:
-        with tqdm(leave=False, disable=None, unit=" passes") as bar:
+        unit = " iterations" if arguments.end_to_end else " passes"
+        with tqdm(desc=f"{job.num_ranks} ranks start", leave=False, disable=None, unit=unit) as bar:
+
+            def on_pass() -> None:
+                if not bar.n:
+                    bar.set_description("ampipe bench")
+                bar.update()
+
             if arguments.end_to_end:
                 document["rounds"] = rounds = arguments.rounds or ROUNDS
+                trainings = rounds * sum(map(len, job.variants))
+                bar.reset(total=trainings * (job.warmup + job.repeats))
                 document |= {"micro_batches": job.micro_batches, "loss_tolerance": training.TOLERANCE}
-                for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
+                for case in training.measure(job, rounds=rounds, on_iteration=on_pass):
                     finished(case)
             else:
-                _time_blocks(job, document["hardware"], on_pass=bar.update, finished=finished)
+                _time_blocks(job, document["hardware"], on_pass=on_pass, finished=finished)
     except (AMPipeError, KeyboardInterrupt) as error:
         if document["cases"]:
             _show(document)
@@ -318,8 +332,7 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     return BenchJob(
         cases=cases,
         variants=tuple(
-            _variants(arguments, case, set(block.exchanges(arguments.ranks_per_node)), layers)
-            for case, block in zip(cases, blocks, strict=True)
+            _variants(arguments, case, block, layers) for case, block in zip(cases, blocks, strict=True)
         ),
         layers=layers,
         link=link,
@@ -334,10 +347,9 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     )
 
 
-def _variants(
-    arguments: argparse.Namespace, case: Case, useful: set[Exchange], layers: int
-) -> tuple[Variant, ...]:
+def _variants(arguments: argparse.Namespace, case: Case, block: Block, layers: int) -> tuple[Variant, ...]:
     """The variants to compare in a case: stock, its control, and each schedule with all combinations."""
+    useful = set(block.exchanges(arguments.ranks_per_node))
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     if not useful & set(exchanges):
         arguments.refuse(
@@ -372,6 +384,10 @@ def _variants(
         elif not pipeline.overlaps:
             # Layers without overlap share no schedule, and send all rows unchanged.
             pipeline, wire = replace(pipeline, stack=1), UNCHANGED
+        if is_custom(schedule) and pipeline.overlaps and not arguments.end_to_end:
+            # With the result, so that --from and the ranks need not import the function.
+            degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
+            pipeline = replace(pipeline, order=build(schedule, features=block.features, **degrees))
         if wire != UNCHANGED:
             class_path(wire, SHIPPED_WIRES, flag="--wire")
         if exchange in useful:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import at_least
+from megatron_ampipe.tools import progress
 
 if TYPE_CHECKING:
     from megatron_ampipe.launch.config_files import Resolved
@@ -84,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Resolve, check and print."""
     from megatron_ampipe.launch import config_files
 
-    with _without_notes():
-        resolved, run = _checked(arguments)
+    with progress.shown("ampipe config: importing Megatron") as tell, _without_notes():
+        resolved, run = _checked(arguments, tell)
         notes = _notes_of(run)
     if arguments.format == "yaml":
         print(config_files.as_yaml(resolved, notes=notes), end="")
@@ -113,7 +114,7 @@ def _note_of(name: str, value: str, why: str = "") -> str:
     return f"  {name}: {value}{reason}"
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[Resolved, Run]:
+def _checked(arguments: argparse.Namespace, tell: progress.Told) -> tuple[Resolved, Run]:
     """The merged settings, after all checks, and the run; it is only resolved for a number of ranks."""
     from megatron_ampipe.launch import config_files, flags
 
@@ -127,6 +128,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Resolved, Run]:
     # Refuses words that are not flags.
     parser.parse_args(resolved.words)
     if arguments.ranks is not None:
+        tell(f"ampipe config: checking a launch on {arguments.ranks} ranks")
         from megatron_ampipe.launch import pretrain
 
         # The output of a launch is left out.

@@ -21,7 +21,7 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import GROUPED, Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import RankMemory
-from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
+from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk, named
 from megatron_ampipe.schedule import (
     KEEP,
     MEGATRON,
@@ -54,7 +54,7 @@ def answer_of(
         "cluster": arguments.cluster,
         "assumed": assumed,
         "stock_ms": plan.stock_ms,
-        "degrees": _rows(block, arguments.degrees),
+        "degrees": _rows(block, arguments.degrees, arguments.schedule),
         "stacks": _stacks(predictor, plans),
         "layers": _layers(predictor, plans),
         "basis": predictor.cluster.basis,
@@ -180,12 +180,18 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[Report]
     ]
 
 
-def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[Report]:
-    """Megatron's layer, and the named schedules at each degree in equal chunks."""
+def _rows(predictor: Predictor, degrees: tuple[int, ...], asked: str | None) -> list[Report]:
+    """Megatron's layer, and the named schedules at each degree in equal chunks, with the one asked for."""
     stock = predictor.stock()
     ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(Pipeline.of(1))})]
     whole = in_one_chunk(predictor)
-    for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
+    compared = [*([] if whole is None else [whole]), *candidates(predictor, degrees)]
+    known = {(way.schedule.name, way.schedule.degree) for way in compared}
+    if asked is not None:
+        lacking = [degree for degree in degrees if (asked, degree) not in known]
+        splitting = filter(predictor.block.splits_into, lacking)
+        compared += [named(predictor, asked, degree, degree) for degree in splitting]
+    for way in compared:
         hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
         pipeline = Pipeline.of(way.schedule.degree, order=way.schedule)
         memory = {

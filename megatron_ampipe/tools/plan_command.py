@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from megatron_ampipe.block.settings import AUTO
+from megatron_ampipe.block.settings import AUTO, check_schedule
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least, value_of
 from megatron_ampipe.files.timeline import PREDICTED
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.host_times import HostRow, by_host_time
+from megatron_ampipe.plan.host_times import HostRow, by_host_time, in_words
 from megatron_ampipe.plan.model_block import StageLayers, block_of, layers_of
 from megatron_ampipe.plan.model_file import ModelFile, find_model, read_model
 from megatron_ampipe.plan.plan_file import Plan
@@ -40,6 +40,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES
+from megatron_ampipe.plan.sensitivity import over_host_time, over_link_rate
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
@@ -50,6 +51,7 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
+from megatron_ampipe.tools import pictures, plan_picture, progress
 from megatron_ampipe.tools.plan_answer import answer_of, host_of, show, timeline_of
 
 _QUIET_SECONDS = 3.0
@@ -101,8 +103,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verbose", None, verbose, action="store_true")
     add("--output", "FILE", "write the plan, for --ampipe-plan FILE", type=Path)
     add("--json", "FILE", "write the answer as JSON; - for stdout, in place of the table")
+    suffixes = " or ".join(pictures.SUFFIXES)
+    plot = (
+        "draw how the speedup of the plan depends on the host's time per stage and on the rate of the links; "
+        f"the suffix, {suffixes}, gives the format"
+    )
+    add("--plot", "FILE", plot, type=Path)
     trace = "write the predicted timeline in the form of a run's, for ampipe draw"
     add("--trace", "FILE", trace, type=Path)
+    schedule = (
+        "also predict this order of stages at each degree: a name of --ampipe-schedule, or a function "
+        "package.module:function; --trace-of shows it"
+    )
+    add("--schedule", "NAME", schedule)
     shown = "degree that --trace and --tape show, in equal chunks (default: the choice)"
     add("--trace-of", "N", shown, type=at_least(1, at_most=_MOST_CHUNKS))
     tape = "write what a GPU runs: calls with what each takes, gives, waits for and frees (needs torch)"
@@ -162,6 +175,8 @@ def run(arguments: argparse.Namespace) -> int:
     answer = answer_of(predictor, found.plans, found.alternatives, memory, arguments, assumed)
     answer |= host_of(predictor, found.by_host)
     _write_shown(predictor, plan, arguments)
+    if arguments.plot is not None:
+        _plot(predictor, plan, arguments)
     if arguments.output is not None:
         plan.write(arguments.output, head=arguments.command_line)
         print(f"wrote {arguments.output}", file=sys.stderr)
@@ -175,18 +190,41 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _plot(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
+    """Draw the speedup of the plan, or of two chunks where Megatron's layers are chosen, as ``--plot``."""
+    pipeline = plan.pipeline_of(predictor.block.rows)
+    chosen = in_words(pipeline)
+    if not plan.helps:
+        stack = parse_stack(arguments.stack, flag="--stack")
+        pipeline = Pipeline.of(min(arguments.degrees), stack=stack)
+        chosen = f"Megatron's layers are chosen; drawn: {in_words(pipeline)}"
+    with _shown_progress() as tell:
+        tell("other hosts and links for --plot")
+        both = (over_host_time(predictor, pipeline), over_link_rate(predictor, pipeline))
+    lines = [line for line in both if line is not None]
+    if not lines:
+        arguments.refuse("--plot has nothing to show: one rank has all experts, and no host issues stages")
+    title = f"{arguments.model} on {arguments.cluster}"
+    plan_picture.draw(lines, target=arguments.plot, title=title, plan=chosen)
+    print(f"wrote {arguments.plot}", file=sys.stderr)
+
+
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Refuse outputs that could not be written after a search of minutes."""
     for name in ("output", "trace", "tape", "json"):
         path = getattr(arguments, name)
         if path not in (None, "-"):
             outputs.check(Path(path), flag=f"--{name}")
+    if arguments.plot is not None:
+        pictures.check(arguments.plot, flag="--plot")
     if arguments.trace_of is not None and arguments.trace is arguments.tape is None:
         arguments.refuse("--trace-of needs --trace FILE or --tape FILE")
 
 
 def _question_of(arguments: argparse.Namespace) -> _Question:
     """Read the files of a command line."""
+    if arguments.schedule is not None:
+        check_schedule(arguments.schedule, flag="--schedule")
     stack = parse_stack(arguments.stack, flag="--stack")
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
     cluster = read_cluster(find_cluster(arguments.cluster))
@@ -216,13 +254,13 @@ def _question_of(arguments: argparse.Namespace) -> _Question:
 def _search(question: _Question, arguments: argparse.Namespace) -> _Found:
     """Search for the fastest way to run, with other flags of Megatron too, and on slower hosts."""
     predictor = question.predictor
-    with _shown_progress() as progress:
-        options: PlanOptions = {**question.options, "progress": progress}
+    with _shown_progress() as tell:
+        options: PlanOptions = {**question.options, "progress": tell}
         plans = make_plans(predictor, **options)
         others = {}
         if arguments.exchange == AUTO:
             others = alternatives(predictor, **options)
-        progress("slower hosts")
+        tell("slower hosts")
         by_host = by_host_time(
             predictor,
             plans.chosen.pipeline,
@@ -254,8 +292,8 @@ def _shown_progress() -> Iterator[Progress]:
 
         yield print_late
         return
-    with console.status("searching") as status:
-        yield lambda text: status.update(f"searching {text}")
+    with progress.shown("ampipe plan: searching", console=console) as tell:
+        yield lambda text: tell(f"ampipe plan: searching {text}")
 
 
 def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
@@ -263,7 +301,8 @@ def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
     pipeline = plan.pipeline_of(predictor.block.rows)
     if arguments.trace_of is not None:
         stack = parse_stack(arguments.stack, flag="--stack")
-        pipeline = Pipeline.of(arguments.trace_of, stack=stack)
+        named = {} if arguments.schedule is None else {"schedule": arguments.schedule}
+        pipeline = Pipeline.of(arguments.trace_of, stack=stack, **named)
     if arguments.trace is not None:
         labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
         timeline_of(predictor, pipeline, labels=labels).write_chrome(arguments.trace)

@@ -283,7 +283,7 @@ def run(
     """
     if inputs is None:
         inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
-    logged_losses.clear()
+    logged_losses.zero()
     # Noise that is drawn chunk by chunk on a CPU continues a series.
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

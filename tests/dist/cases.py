@@ -272,6 +272,11 @@ PARITY = [
         "tp": {"parallel": TP, "rope": True},
         "cp": {"parallel": CP, "rope": True},
     }),
+    *cases("custom-order-", {"schedule": "tests.schedules:interleaved", "model": LARGE | SHARED}, {
+        "degree4-2-capacity": {"backward_degree": 2, "model": SEVERAL_AUX | TIGHT | SHARED},
+        "stack-tp-cuda-executor": {"layers": "mdm", "stack": 0, "parallel": TP, "executor": "cuda"},
+        "cp-unequal": {"parallel": CP, "rope": True, "shares": UNEQUAL},
+    }),
     Case("backward-degree6-unequal", degree=3, backward_degree=6, shares=(0.5, 0.3, 0.2), model=LARGE),
     *cases("stack-recompute-", {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE}, {
         "degree4-ampipe-thread": {},
@@ -632,6 +637,16 @@ FIXED_ROWS = cases("fixed-", {"fixed_rows": True, "model": LARGE}, {
     "cp": {"parallel": CP, "rope": True},
     "wire": {"wire": "tests.wires:HalvesWire", "degree": 2},
     "cuda-executor": {"executor": "cuda", "layers": "mm", "stack": 0},
+    "memory": {"memory": "keep/rebuild/redispatch/S3", "model": LARGE | SHARED},
+    "memory-stack-lancet-cuda": IN_MDM
+    | {"schedule": "lancet", "memory": "offload/S2/rebuild/S3", "executor": "cuda"},
+    "moe-act": {"batch": 3, "model": LARGE | again("moe_act")},
+    "layernorm-moe": {"model": LARGE | SHARED | again("layernorm", "moe")},
+    "latent": {"batch": 3, "model": LATENT_EXPERTS | AUX | Z},
+    "tp-experts": {"parallel": TP_EXPERTS} | TWO_DEGREES,
+    "tp-experts-ep-memory": {"world_size": 4, "parallel": TP_EXPERTS_EP, "memory": "redispatch/keep/S3/S2"},
+    "tp-experts-ep-stack": RECOMPUTED | {"world_size": 4, "parallel": TP_EXPERTS_EP},
+    "tp-experts-lancet": {"parallel": TP_EXPERTS, "schedule": "lancet", "degree": 2},
 })  # fmt: skip
 
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES

@@ -60,7 +60,7 @@ def run_passes(
 
 def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
     """The output and the input gradient of every micro-batch, and what all of them have summed."""
-    logged_losses.clear()
+    logged_losses.zero()
     parameter = next(layer.parameters())
     passes: list[Any] = []
     found: dict[str, torch.Tensor] = {}
@@ -106,7 +106,7 @@ def step_in_order(
 
     As in Megatron's pipelines, a model chunk gets the detached output of the one before.
     """
-    logged_losses.clear()
+    logged_losses.zero()
     parameter = next(layer.parameters())
     model_chunks = model_chunks or [layer]
     last = len(model_chunks) - 1

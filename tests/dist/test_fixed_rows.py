@@ -115,6 +115,40 @@ def test_no_shape_depends_on_the_routing(name: str, is_fixed: bool) -> None:
     assert reads == [] or not is_fixed
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["fixed-degree4-batch3", "fixed-recompute-moe", "fixed-lancet"])
+def test_weights_are_stacked_once_per_pass(name: str) -> None:
+    """For all chunks, and never kept from one pass to the next."""
+    from tests.dist.blocks import build_layers, forward, inputs_of, run
+
+    (case,) = (dataclasses.replace(one, executor="sequential") for one in FIXED_ROWS if one.name == name)
+    rank = torch.distributed.get_rank()
+    _, ours = build_layers(case)
+    state = fixed_rows_of(ours)
+    state.is_watched = True
+    run(ours, case, rank=rank)
+    state.end_step()
+    state.learn(1.5)
+    state.is_active = True
+    inputs = inputs_of(case, rank=rank, dtype=torch.float32)
+    weights = (
+        ours.mlp.experts.local_experts[0].linear_fc1.weight,
+        ours.mlp.experts.local_experts[0].linear_fc2.weight,
+    )
+    shapes = [weight.shape for weight in weights]
+
+    def stacked(operators: Operators) -> list[list[torch.Size]]:
+        seen = [found for operator, found in operators.seen if operator.startswith("aten.stack")]
+        return [found[0] for found in seen if found[0] in shapes]
+
+    with Operators() as operators:
+        output, _ = forward(ours, inputs)
+    assert stacked(operators) == shapes
+    with Operators() as operators:
+        output.backward(inputs.gradient)
+    assert sorted(stacked(operators)) == sorted(shapes)
+
+
 @pytest.mark.ranks(4)
 def test_every_rank_sees_a_count_above_its_budget() -> None:
     """Rows that do not fit are left out: the result is wrong, and finite, until somebody asks."""

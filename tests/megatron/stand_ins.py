@@ -77,6 +77,14 @@ def conversations() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def tensor_overlap() -> Iterator[None]:
+    """``--tp-comm-overlap``, which AMPipe switches off, is read as where there is a GPU."""
+    others = tuple(flag for flag in host.GPU_ONLY_FLAGS if flag != "--tp-comm-overlap")
+    with mock.patch.object(host, "GPU_ONLY_FLAGS", others):
+        yield
+
+
 SMALL_BUDGETS = 7
 """From this ``--ampipe-rows-margin`` on, :func:`overflows` makes some budgets too small."""
 
@@ -130,8 +138,11 @@ def optimizers() -> Iterator[None]:
     engine = {name: SimpleNamespace() for name in ("transformer_engine", "transformer_engine.pytorch")}
     others = tuple(flag for flag in host.GPU_ONLY_FLAGS if flag != "--optimizer-cpu-offload")
     with contextlib.ExitStack() as stack:
-        modules = {**engine, "transformer_engine.pytorch.optimizers": optimizers}
-        stack.enter_context(mock.patch.dict(sys.modules, modules))
+        # Not patch.dict: it would forget what a launch imports, a part of which the next imports again.
+        for name, module in {**engine, "transformer_engine.pytorch.optimizers": optimizers}.items():
+            assert name not in sys.modules, "the engine itself"
+            sys.modules[name] = module  # type: ignore[assignment]
+            stack.callback(sys.modules.pop, name)
         stack.enter_context(mock.patch.object(optimizer, "Adam", FusedAdam))
         stack.enter_context(mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False))
         stack.enter_context(mock.patch.object(host, "GPU_ONLY_FLAGS", others))
@@ -175,6 +186,7 @@ def upcycling() -> Iterator[None]:
 
 STAND_INS = {
     "": contextlib.nullcontext, "conversations": conversations, "fsdp": fsdp, "graphs": graphs,
-    "optimizers": optimizers, "overflows": overflows, "upcycling": upcycling,
+    "optimizers": optimizers, "overflows": overflows, "tensor_overlap": tensor_overlap,
+    "upcycling": upcycling,
 }  # fmt: skip
 """By name."""

@@ -56,6 +56,9 @@ MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-bu
 DELTA = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
 
 
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+
 def again(*modules: str) -> str:
     """Flags of selective recompute."""
     return f"--recompute-granularity selective --recompute-modules {' '.join(modules)} "
@@ -87,12 +90,29 @@ LAUNCHES = {
         ("fp8 tensorwise a scale for each chunk",),
     ),
     "tensor and context parallel": Launch(
-        ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm", ("ring of 2 ranks",)
+        ALLTOALL + TP + "--context-parallel-size 2 --qk-layernorm --tp-comm-overlap",
+        ("ring of 2 ranks", "--tp-comm-overlap switched off"),
     ),
     # Megatron checks the number of connections after its own overlap of the same all-to-alls is switched off.
     "overlaps in a pipeline": Launch(
         DEEPEP + PP + TP + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute " + SHARED,
         ("partner uncut", "--delay-wgrad-compute switched off"),
+    ),
+    # Megatron's overlap asks for a partner, which cannot be: chunks overlap.
+    "overlap and graphs": Launch(
+        ALLTOALL + PP + "--overlap-moe-expert-parallel-comm --te-rng-tracker --cuda-graph-impl local "
+        "--cuda-graph-modules attn",
+        ("CUDA graphs attn", f"{OVERLAP} switched off: a CUDA graph is a part of one pass; the same"),
+    ),
+    "overlap in a pipeline without virtual stages": Launch(
+        ALLTOALL + "--pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+        (f"{OVERLAP} switched off: a pipeline stage without virtual stages waits for the next stage",),
+    ),
+    "overlap and a capacity of chunks": Launch(
+        ALLTOALL
+        + "--overlap-moe-expert-parallel-comm --moe-expert-capacity-factor 1 --ampipe-capacity-scope "
+        "chunk",
+        (f"{OVERLAP} switched off: with --ampipe-capacity-scope, passes with a partner would be another",),
     ),
     "gated delta net": Launch(
         ALLTOALL + DELTA + SHARED + "--moe-shared-expert-gate --attention-output-gate --qk-layernorm "
@@ -150,6 +170,20 @@ def table_of(
     return squeezed(capsys.readouterr().out)
 
 
+def test_an_overlap_without_partners_has_the_default_number_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the user gives a number; the exchange alone has AMPipe's layers built."""
+    flags = f"{ALLTOALL}--use-megatron-fsdp --ckpt-format fsdp_dtensor --ampipe-exchange ranks "
+    table = table_of(flags + OVERLAP, monkeypatch, capsys, MODEL[:-2])
+    why = "Megatron-FSDP gathers parameters for one pass at a time"
+    assert squeezed("degree 2 default") in table
+    assert squeezed(f"{OVERLAP} switched off: {why}; the same all-to-alls overlap with other chunks") in table
+    table = table_of(f"{flags} {OVERLAP} --ampipe-degree 1", monkeypatch, capsys, MODEL[:-2])
+    assert squeezed("degree 1 --ampipe-degree") in table
+    assert squeezed(f"{OVERLAP} switched off: {why}, and one chunk leaves nothing to overlap with") in table
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     table = table_of(LAUNCHES[name].flags, monkeypatch, capsys)
@@ -177,16 +211,24 @@ def test_the_table_shows_what_orders_streams_and_collectives_on_a_gpu(
     assert squeezed("warning NCCL_LAUNCH_ORDER_IMPLICIT=0") in table
 
 
-def test_fixed_rows_are_refused_on_a_gpu(
+def test_fixed_rows_need_products_of_a_gpu_that_read_no_size_on_the_host(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
     model = [*TINY_GPT, *TINY_MOE, *MOCK_DATA, "--ampipe-degree", "2", "--transformer-impl", "local"]
     table = table_of("--ampipe-rows fixed", monkeypatch, capsys, model)
     assert squeezed("chunk boundaries") in table
     monkeypatch.setattr(host, "installed", lambda: False)
-    with pytest.raises(BadInput, match="--ampipe-rows fixed: is built for CPUs so far"):
+    with pytest.raises(BadInput, match="--ampipe-rows fixed: without --bf16"):
         table_of("--ampipe-rows fixed", monkeypatch, capsys, model)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    table = table_of("--ampipe-rows fixed --bf16", monkeypatch, capsys, model)
+    assert squeezed("chunk boundaries") in table
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
+    with pytest.raises(BadInput, match=r"capability 9 and 10, and this one has 8\.6"):
+        table_of("--ampipe-rows fixed --bf16", monkeypatch, capsys, model)
 
 
 def test_a_launch_reads_its_plan_once(

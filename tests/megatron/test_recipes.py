@@ -85,6 +85,14 @@ def test_degree_1_changes_nothing() -> None:
             {"degree": 4},
             "--use-torch-fsdp2",
         ),
+        (
+            SimpleNamespace(
+                model=_model(fp8="e4m3", fp8_recipe="tensorwise", transformer_impl="transformer_engine"),
+                comm_overlap=SimpleNamespace(tp_comm_overlap=True, tp_comm_overlap_cfg=range(8)),
+            ),
+            {"degree": 4},
+            "--tp-comm-overlap-cfg range with --fp8-format e4m3",
+        ),
         (SimpleNamespace(model=SimpleNamespace()), {"degree": 4}, "has neither transformer_layer_spec nor"),
     ],
 )
@@ -99,6 +107,20 @@ def test_megatron_fsdp_has_layers_and_gradients_apart() -> None:
     switch_on(SimpleNamespace(model=model, ddp=SimpleNamespace(use_megatron_fsdp=True)), degree=4)
     assert model.transformer_layer_spec.keywords["settings"] == {"degree": 4, "stack": 1}
     assert model.gradient_accumulation_fusion is False
+
+
+def test_overlaps_that_megatron_bridge_would_write_into_the_model_are_off() -> None:
+    """From a copy that it makes when its ``CommOverlapConfig`` is created."""
+    overlaps = {
+        "tp_comm_overlap": True,
+        "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": True,
+    }
+    of_bridge = SimpleNamespace(user_comm_overlap_cfg=SimpleNamespace(**overlaps), **overlaps)
+    recipe = SimpleNamespace(model=_model(tp_comm_overlap=True), comm_overlap=of_bridge)
+    switch_on(recipe, degree=4)
+    for part in (recipe.model, of_bridge, of_bridge.user_comm_overlap_cfg):
+        assert not any(getattr(part, name, False) for name in overlaps)
 
 
 def test_twice_is_refused() -> None:

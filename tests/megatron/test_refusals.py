@@ -71,23 +71,15 @@ REFUSED = {
         "fixed --moe-token-dispatcher-type allgather",
         "fixed --ampipe-exchange ranks --moe-router-topk 2 --expert-model-parallel-size 2",
     ],
-    "--ampipe-rows (2)": ["fixed --tensor-model-parallel-size 2 --sequence-parallel"],
-    "--ampipe-rows (3)": [
+    "--ampipe-rows (2)": [
         "fixed --transformer-impl transformer_engine",
         "fixed --transformer-impl local --moe-grouped-gemm",
     ],
-    "--ampipe-rows (4)": [
+    "--ampipe-rows (3)": [
         f"fixed --transformer-impl local {others}"
         for others in (
-            "--ampipe-partner",
             "--ampipe-condense 0.9",
-            "--ampipe-memory rebuild",
             "--ampipe-memory-budget 40GiB",
-            "--ampipe-routing-dir records",
-            "--recompute-granularity selective --recompute-modules moe_act",
-            "--overlap-grad-reduce",
-            "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
-            "--pipeline-model-parallel-size 2 --num-layers 4",
             "--skip-train",
         )
     ],
@@ -125,6 +117,7 @@ REFUSED = {
             )
         ),
     ],
+    "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [
         *(f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")),
         # A launch that recomputes what the remedy of another row might name.
@@ -139,7 +132,7 @@ REFUSED = {
         "--offload-modules expert_fc1 --use-transformer-engine-op-fuser",
     ],
     "--fine-grained-activation-offloading (4)": ["--offload-modules expert_fc1 --ampipe-memory rebuild"],
-    "--use-megatron-fsdp": ["--ampipe-partner", "--overlap-moe-expert-parallel-comm"],
+    "--use-megatron-fsdp": ["--ampipe-partner"],
     "--use-megatron-fsdp (2)": ["--ampipe-grad-reduce placed"],
     "--ampipe-memory": [
         "rebuild --recompute-granularity selective --recompute-modules core_attn moe",
@@ -158,6 +151,12 @@ REFUSED = {
     "--ampipe-condense (2)": ["0.9 --sft", "0.9 --reset-attention-mask"],
     "--ampipe-condense (3)": ["0.9 --moe-router-topk 1 --moe-apply-probs-on-input"],
     "--ampipe-trace-dir": ["traces --skip-train"],
+    "--ampipe-measure": ["41-50 --skip-train"],
+    "--ampipe-measure (2)": ["41-50 --train-iters 49"],
+    "--ampipe-measure (3)": ["1-2 --train-iters 2"],
+    "--ampipe-measure (4)": [
+        "1-2 --train-iters 2 --expert-model-parallel-size 2 --cuda-graph-impl local --cuda-graph-modules attn"
+    ],
 }
 """What follows a flag that its row should refuse; else the test uses all choices but the default, or 2.
 
@@ -191,7 +190,7 @@ def conflicts_in(text: str) -> list[str]:
     """The flags, of those that rows name with the refused value, that are in a command line."""
     named = {"--ampipe-cluster", "--ampipe-memory-budget", "--sft", "--dataloader-inter-document-masking"}
     named |= {"--reset-attention-mask", "--use-transformer-engine-op-fuser", "--ampipe-partner"}
-    named |= {"--moe-apply-probs-on-input", "--overlap-moe-expert-parallel-comm", "--bf16", "--fp16"}
+    named |= {"--moe-apply-probs-on-input", "--bf16", "--fp16"}
     return [word for word in shlex.split(text) if word in named]
 
 

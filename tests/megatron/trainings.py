@@ -96,7 +96,12 @@ TRAININGS: dict[str, Training] = {
     # Real text: what evaluates, what is traced, what a run goes on from, and gradients in full precision.
     "text": Training(
         flags=REAL_TEXT + "--eval-iters 1 --eval-interval 2",
-        ours=(f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace", f"{BLOCKS} --ampipe-schedule joined", PARTNER),
+        ours=(
+            f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace",
+            f"{BLOCKS} --ampipe-schedule joined",
+            PARTNER,
+            f"{STACK} --ampipe-schedule tests.schedules:interleaved",
+        ),
         text="text",
         # The trace is that of the unbroken run.
         restarts=((0, 1), (2, 0), (3, 1)),
@@ -108,7 +113,11 @@ TRAININGS: dict[str, Training] = {
     ),
     # Combined parallelism, and whole weights that are drawn on the CPU before they are divided.
     "tp2-pp2-ep2": Training(
-        flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA + "--use-cpu-initialization", num_ranks=4
+        flags=WHOLE_EXPERTS + PP + EP + OVERLAPS + LLAMA + "--use-cpu-initialization",
+        ours=(f"{BLOCKS} --tp-comm-overlap",),
+        said=("--tp-comm-overlap switched off: its buffers have the size of a whole sequence",),
+        num_ranks=4,
+        stand_ins="tensor_overlap",
     ),
     # What Megatron weighs otherwise than one rank would: docs/troubleshooting.md.
     "masked-mtp-cp": Training(
@@ -161,9 +170,10 @@ TRAININGS: dict[str, Training] = {
         restarts=((0, 1), (1, 0)),
         moments=True,
     ),
-    # Several micro-batches wait for their backward at the same time.
+    # Several micro-batches wait for their backward at the same time. One specification is all layers'.
     "interleaved": Training(
-        flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
+        flags=PP + "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
+        "--spec tests.megatron.custom_spec layer_of",
         ours=(STACK, f"{REBUILD} --overlap-grad-reduce {PLACED}", f"{PARTNER}--overlap-grad-reduce"),
         said=ALL_LAYERS,
     ),
@@ -191,8 +201,12 @@ TRAININGS: dict[str, Training] = {
             flags=EP + LLAMA + SHARED + "--use-megatron-fsdp --use-distributed-optimizer "
             "--ckpt-format fsdp_dtensor --untie-embeddings-and-output-weights --calculate-per-token-loss "
             f"--data-parallel-sharding-strategy {strategy}",
-            ours=(BLOCKS, FULL + BLOCKS),
-            said=("layers per schedule 1, in place of all Megatron-FSDP gathers the parameters",),
+            ours=tuple(f"{again}{BLOCKS}--overlap-moe-expert-parallel-comm" for again in ("", FULL)),
+            said=(
+                "layers per schedule 1, in place of all Megatron-FSDP gathers the parameters",
+                "--overlap-moe-expert-parallel-comm switched off: Megatron-FSDP gathers parameters for one "
+                "pass at a time; the same all-to-alls overlap with other chunks",
+            ),
             num_ranks=4,
             stand_ins="fsdp",
         )
@@ -201,7 +215,11 @@ TRAININGS: dict[str, Training] = {
     # In a pipeline several micro-batches are in flight, each with its own graphs.
     "graphs": Training(
         flags=EP + PP + LLAMA + SHARED + FOUR_LAYERS,
-        ours=(f"{BLOCKS}--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess mlp",),
+        ours=(
+            f"{BLOCKS}--overlap-moe-expert-parallel-comm --cuda-graph-impl local --cuda-graph-modules attn "
+            "moe_router moe_preprocess mlp",
+        ),
+        said=("switched off: a pipeline stage without virtual stages waits for the next stage",),
         num_ranks=4,
         stand_ins="graphs",
     ),

@@ -83,6 +83,7 @@ def runs() -> Iterator[Run]:
         if case.executor == "thread" and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
     yield from runs_in_other_orders()
+    yield from runs_with_fixed_rows()
     # Layers that delay the gradients of their weights.
     for schedule in ("lancet", "joined"):
         case = block(schedule=schedule, model=SHARED | LOSSES, engine="grouped")
@@ -119,6 +120,34 @@ def runs_in_other_orders() -> Iterator[Run]:
         for number in range(3):
             issue = functools.partial(random_issue, random.Random(number))
             yield Run(f"{name}-random-{number}", case, in_flight=1 + number % 2, issue=issue)
+
+
+def runs_with_fixed_rows() -> Iterator[Run]:
+    """Counts stay on the device: only events order the stages that read them after the exchange of counts."""
+    model = SHARED | LOSSES
+    cases = {
+        "plain": block(local_experts=2, degree=3, model=model),
+        "moe-only": block(local_experts=2, schedule="moe-only", degree=3, backward_degree=6, model=model),
+        "lancet": block(local_experts=2, schedule="lancet", model=model),
+        "recomputed-stack": block(
+            local_experts=2, layers="mdm", stack=0, recompute=math.inf, degree=3, model=LOSSES
+        ),
+        "recompute": block(local_experts=2, degree=3, model=model | MOE_AGAIN),
+        "memory": block(
+            degree=len(STRATEGIES), local_experts=2, schedule="lancet", model=model,
+            memory="/".join(STRATEGIES),
+        ),
+        "shares-memory": block(
+            local_experts=2, degree=2, memory="redispatch",
+            parallel={"expert_tensor_parallel_size": RANKS, "expert_model_parallel_size": 1},
+        ),
+    }  # fmt: skip
+    for name, case in cases.items():
+        case = dataclasses.replace(case, fixed_rows=True)
+        random_order = functools.partial(random_issue, random.Random(0))
+        yield Run(f"fixed-{name}", case)
+        yield Run(f"fixed-{name}-late", case, in_flight=2, issue=lazy_issue)
+        yield Run(f"fixed-{name}-random", case, in_flight=2, issue=random_order)
 
 
 def random_issue(

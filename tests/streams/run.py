@@ -11,6 +11,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.launch.hooks import on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
@@ -136,6 +137,8 @@ def run_case(run: Run, *, warm: bool = False) -> RunResult:
             tracker.make(constant, "a constant", owner=None)
         if run.data_parallel:
             layer = _data_parallel(layer, config)
+        if context.fixed_rows is not None:
+            _learn_budgets(layer, run, context.fixed_rows)
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
@@ -151,6 +154,16 @@ def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:
             config, DistributedDataParallelConfig(), layer
         )
         return made
+
+
+def _learn_budgets(layer: Any, run: Run, fixed_rows: FixedRows) -> None:
+    """Run once with exact rows, for counts; budgets are used from then on."""
+    fixed_rows.is_watched = True
+    _passes(layer, run)
+    fixed_rows.end_step()
+    fixed_rows.learn(1.5)
+    fixed_rows.is_active = True
+    DEVICE.issued.clear()
 
 
 def _blocks(layer: Any) -> Iterator[BlockModules]:

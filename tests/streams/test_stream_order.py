@@ -73,6 +73,8 @@ def test_there_are_no_races(run: Run) -> None:
     others = {place for place in _places(found.waits) if not place.endswith(EVENT)}
     patterns = [place for name, place in WAITS if re.fullmatch(name, run.name)]
     assert {place for place in others if not any(re.fullmatch(one, place) for one in patterns)} == set()
+    if run.case.fixed_rows:
+        assert found.waits == ()
     if run.name.startswith("parity-documents"):
         # Once for all layers.
         assert [place for place, _ in found.waits].count("") == run.in_flight
@@ -150,6 +152,7 @@ def test_copies_of_single_functions_do_not_wait() -> None:
 
 
 BLOCK = block(degree=4)
+FIXED = block(degree=4, local_experts=2, fixed_rows=True)
 FAULTS: dict[str, tuple[str, Callable[..., Any], str, dict[str, Any]]] = {
     "a missing event": (
         "tests.streams.model.ModelStream.wait_event", lambda stream, event: None,
@@ -159,6 +162,11 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str, dict[str, Any]]] = {
         "megatron_ampipe.runtime.streams.CommMemory.record_use", lambda comm_memory, tensors: (),
         r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         {"issue": lazy_issue},
+    ),
+    # No host waits for the counts of fixed rows.
+    "a missing event of the counts": (
+        "tests.streams.model.ModelStream.wait_event", lambda stream, event: None,
+        r"forward expert\.1: .* reads what forward counts\.1: .* has used", {"case": FIXED},
     ),
     # Data parallelism is built on the stream that Megatron chooses.
     "accumulation on another stream": (
@@ -174,7 +182,7 @@ def test_an_inserted_fault_is_reported(name: str) -> None:
     from tests.streams.run import run_case
 
     replaced, fault, race, options = FAULTS[name]
-    run = Run(name, BLOCK, **options)
+    run = Run(name, **{"case": BLOCK} | options)
     with mock.patch(replaced, fault):
         races = run_case(run).races
     assert any(re.search(race, found) for found in races), races

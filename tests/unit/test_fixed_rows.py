@@ -6,8 +6,10 @@ from unittest import mock
 
 import torch
 
+from megatron_ampipe import compat
 from megatron_ampipe.exchange.fixed_rows import FixedRows, budget_of
-from megatron_ampipe.launch.fixed_rows import WARM_UP, WINDOW, FixedRowsSteps, RecordedData
+from megatron_ampipe.launch import fixed_rows
+from megatron_ampipe.launch.fixed_rows import WARM_UP, WINDOW, FixedRowsSteps, RecordedData, StepState
 
 
 def test_a_budget_has_room_for_what_counts_vary_by() -> None:
@@ -23,6 +25,29 @@ def test_recorded_data_begins_again_for_every_model_of_a_rank() -> None:
     assert RecordedData.of(None) is None
 
 
+def test_a_repeated_step_begins_with_the_logged_losses_that_it_had() -> None:
+    # Megatron's own loop clears them after every step, whatever its --log-interval. They are sums over
+    # several steps in another loop, and over several runs of a step with --rerun-mode.
+    losses = {"z_loss": torch.tensor([1.0, 2.0])}
+    model: Any = torch.nn.BatchNorm1d(2)
+    with (
+        mock.patch.object(compat, "logged_losses", lambda: losses),
+        mock.patch.object(fixed_rows, "random") as random,
+    ):
+        random._get_all_rng_states.return_value = ("states",)
+        state = StepState([model])
+        model(torch.randn(3, 2))
+        losses["z_loss"] += 5
+        losses["first logged in this step"] = torch.tensor([3.0])
+        state.restore()
+    assert {name: loss.tolist() for name, loss in losses.items()} == {
+        "z_loss": [1.0, 2.0],
+        "first logged in this step": [0.0],
+    }
+    assert model.running_mean.tolist() == [0.0, 0.0] and model.num_batches_tracked == 0
+    random._set_all_rng_states.assert_called_once_with("states")
+
+
 class Step:
     """A training whose passes count these rows from rank 0 to rank 0."""
 
@@ -30,7 +55,8 @@ class Step:
         self.rows = FixedRows()
         self.chunk = self.rows.new_chunk(0)
         environment: Any = types.SimpleNamespace(iteration=1, on_gpu=False)
-        self.hook = FixedRowsSteps(self.rows, environment, margin=margin)
+        self.before_repeat = mock.Mock()
+        self.hook = FixedRowsSteps(self.rows, environment, margin=margin, before_repeat=self.before_repeat)
         model: Any = torch.nn.Linear(1, 1)
         model.zero_grad_buffer = mock.Mock()
         self.hook.models_built([model])
@@ -71,6 +97,7 @@ def test_budgets_are_learned_after_the_warm_up_and_grow_with_a_repeated_step() -
     assert (step.rows.num_steps, step.rows.num_repeated) == (2, 1)
     assert step.batches[-2:] == [[141], [141]], "the same data"
     step.optimizer.zero_grad.assert_called_once()
+    step.before_repeat.assert_called_once()
     assert step.restored[-2:] == [0, 1]
     assert step.budget == budget_of([[141]], margin=1.0).rows[0][0]
     assert not step.rows.is_active
