@@ -199,7 +199,9 @@ class BlockStack:
             # A graph of a whole pass holds transfers of sizes that do not depend on the routing.
             is_fixed = context.graph_modules != WHOLE_PASSES or None not in self._budgets(len(chunks))
         if is_fixed:
-            graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
+            graphs = self._graphs.get(
+                context.pipeline, features, revisions, hidden.shape, executor, shares_documents
+            )
         token_ids = self._token_ids(chunks, hidden)
         micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, token_ids, padding)
         passes = [
@@ -257,7 +259,7 @@ class BlockStack:
         num_rows: int,
         executor: Executor,
         keep_graph: bool,
-        shares_documents: bool = False,
+        shares_documents: bool,
     ) -> Tapes:
         chunks, _ = self._chunks(pipeline, num_rows)
         if shares_documents:
@@ -280,6 +282,7 @@ class BlockStack:
         revisions: tuple[int, ...],
         shape: torch.Size,
         executor: Executor,
+        shares_documents: bool,
     ) -> TapeGraphs:
         context, num_chunks = self._context, len(self._chunks(pipeline, shape[0])[0])
         kinds = None if context.captures_passes else [block.captured for block in self._blocks]
@@ -290,7 +293,7 @@ class BlockStack:
             outside=tensors_outside_modules if kinds is None else tuple,
             version=partial(self._budgets, num_chunks) if kinds is None else tuple,
         )
-        tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True)
+        tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True, shares_documents)
         return TapeGraphs(tapes, self._blocks, options)
 
 
