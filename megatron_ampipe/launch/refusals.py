@@ -7,7 +7,7 @@ generated from it. Problems in files or modules are refused where these are read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
@@ -68,7 +68,13 @@ class Refusal:
 
 
 def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object) -> None:
-    """Raise :class:`BadInput` for the first row of :data:`REFUSALS` that applies, or for too many chunks.
+    """Raise the first of :func:`unsupported`."""
+    for refusal in unsupported(settings, pipeline, arguments):
+        raise refusal
+
+
+def unsupported(settings: Settings, pipeline: Pipeline, arguments: object) -> Iterator[BadInput]:
+    """A refusal for each row of :data:`REFUSALS` that applies, and for too many chunks.
 
     ``arguments`` are Megatron's, parsed; at degree 1 nothing is refused.
     """
@@ -78,7 +84,11 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object
     # What a plan says replaces the flags that it stands for.
     planned = {f"ampipe_{name}": getattr(pipeline, name) for name in _PLANNED} if has_plan else {}
     args = Arguments(arguments, **planned)
-    pipeline.chunks(args.seq_length)
+    try:
+        pipeline.chunks(args.seq_length)
+    except BadInput as refusal:
+        yield refusal
+        return
     if has_plan:
         flag = _setting_of_plan(args)[0].flag
         flags, off = f"{flag} {settings.plan}", f"no {flag}"
@@ -90,10 +100,13 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object
     else:
         # AMPipe's layers are used with one chunk because of the exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
-    _refuse(REFUSALS, args, flags=flags, off=off, has_plan=has_plan)
+    yield from _conflicts(REFUSALS, args, flags=flags, off=off, has_plan=has_plan)
     tile = rows_of_tile(args, args.micro_batch_size or 1)
     if tile > 1 and not has_plan:
-        require_whole_tiles(pipeline.chunks(args.seq_length, layout_of_args(args)), tile)
+        try:
+            require_whole_tiles(pipeline.chunks(args.seq_length, layout_of_args(args)), tile)
+        except BadInput as refusal:
+            yield refusal
 
 
 _PLANNED = ("memory", "exchange", "partner")
@@ -117,13 +130,14 @@ def _setting_of_plan(args: Arguments) -> tuple[Setting, str]:
 def refuse_with_token_ids(router: str, arguments: object) -> None:
     """As :func:`refuse_unsupported`, with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is a name."""
     flags, off = f"--ampipe-router {router}", "--ampipe-degree 1"
-    _refuse(TOKEN_ID_REFUSALS, Arguments(arguments), flags=flags, off=off)
+    for refusal in _conflicts(TOKEN_ID_REFUSALS, Arguments(arguments), flags=flags, off=off):
+        raise refusal
 
 
-def _refuse(
+def _conflicts(
     table: tuple[Refusal, ...], args: Arguments, *, flags: str, off: str, has_plan: bool = False
-) -> None:
-    """Raise :class:`BadInput` for the first row that applies.
+) -> Iterator[BadInput]:
+    """A refusal for each row that applies.
 
     ``flags`` are what pipelines the run, ``off`` what to write to train without; with ``has_plan``, a plan
     sets the values of :data:`_PLANNED`.
@@ -136,7 +150,7 @@ def _refuse(
         is_planned = has_plan and row.setting.removeprefix("--ampipe-") in _PLANNED
         if is_planned and not row.also_with_plan:
             _, remedy = _setting_of_plan(args)
-        raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
+        yield BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
 
 
 _OFFLOADED = {"expert_fc1", "moe_act"}

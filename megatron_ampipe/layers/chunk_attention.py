@@ -13,10 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention, SelfAttention
@@ -160,11 +158,13 @@ def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | N
     # Fused kernels take one embedding for all sequences: if positions differ, join the sequences into one.
     differ = embedding.shape[1] > 1
     rows, positions = (x.flatten(0, 1).unsqueeze(1) if differ else x for x in (tensor, embedding))
+    # From its module: Megatron-Bridge replaces it there, as its configurations have None without YaRN.
+    factor = yarn_rotary_pos_embedding._yarn_get_concentration_factor_from_config(attention.config)
     rotated: Tensor = apply_rotary_pos_emb(
         rows,
         positions,
         config=attention.config,
-        mscale=_yarn_get_concentration_factor_from_config(attention.config),
+        mscale=factor,
         cp_group=attention.pg_collection.cp,
     )
     return rotated.view(tensor.shape)
