@@ -48,7 +48,7 @@ def test_a_layer_costs_the_host_no_more_than_it_did(name: str, ratios: dict[str,
 def test_whole_passes_cost_the_host_less_than_megatrons_layers_with_partial_graphs(
     ratios: dict[str, list[float]],
 ) -> None:
-    """What those leave to the host is derived: half of what two chunks leave with graphs of the same stages."""
+    """What those leave to the host is derived: half of what two chunks leave with graphs of stages."""
     partial, _ = ratios["ampipe 2, graphs"]
     whole, _ = ratios["ampipe 4, whole graphs"]
     assert whole <= 0.15 and whole <= 1.0 * partial / 2
