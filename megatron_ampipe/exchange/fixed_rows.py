@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -52,6 +52,12 @@ class RowBudget:
     def received_by(self, rank: int) -> list[int]:
         """Rows from each rank."""
         return [row[rank] for row in self.rows]
+
+
+Counts = Sequence[Sequence[int]]
+"""Rows of each rank for each rank, ``[P][P]``."""
+Keeps = Callable[[RowBudget, RowBudget, Counts], bool]
+"""Whether a budget stays, in place of one that was learned from these counts."""
 
 
 class Slots(NamedTuple):
@@ -101,19 +107,22 @@ class ChunkRows:
         else:
             torch.maximum(self.peak, counts, out=self.peak)
 
-    def learn(self, margin: float, *, may_shrink: bool) -> None:
+    def learn(self, margin: float, *, may_shrink: bool, keeps: Keeps = lambda *_: False) -> None:
         """Set the budget from the largest counts of the window. The host waits for them.
 
-        If it ``may_shrink``, a new window begins; else no number of rows becomes smaller.
+        If it ``may_shrink``, a new window begins; else no number of rows becomes smaller. ``keeps`` says
+        whether the present budget stays.
         """
         if self.window is None:
             return
-        learned = budget_of(self.window.tolist(), margin=margin)
+        counts: Counts = self.window.tolist()
+        learned = budget_of(counts, margin=margin)
         if may_shrink:
             self.window.zero_()
         elif self.budget is not None:
             learned = learned.joined(self.budget)
-        self.use(learned, self.window.device)
+        if self.budget is None or not keeps(self.budget, learned, counts):
+            self.use(learned, self.window.device)
 
     def use(self, budget: RowBudget, device: torch.device) -> None:
         """Set the budget, and make its constants."""
@@ -177,10 +186,10 @@ class FixedRows:
             else:
                 torch.maximum(chunk.window, chunk.peak, out=chunk.window)
 
-    def learn(self, margin: float, *, may_shrink: bool = True) -> None:
+    def learn(self, margin: float, *, may_shrink: bool = True, keeps: Keeps = lambda *_: False) -> None:
         """Set the budget of every chunk, see :meth:`ChunkRows.learn`; only between two steps."""
         for chunk in self._chunks:
-            chunk.learn(margin, may_shrink=may_shrink)
+            chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
 
 
 class ExpertOffsets(NamedTuple):
@@ -426,7 +435,7 @@ VARIATION = 4.0
 """How many times the square root of a count is added to its budget, see :func:`budget_of`."""
 
 
-def budget_of(counts: Sequence[Sequence[int]], *, margin: float) -> RowBudget:
+def budget_of(counts: Counts, *, margin: float) -> RowBudget:
     """The budget of the largest counts ``[P][P]``.
 
     The count of independent tokens varies by its square root, which matters for small counts: four times that

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import random
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.exchange.fixed_rows import FixedRows
+from megatron_ampipe.exchange.fixed_rows import Counts, FixedRows, RowBudget
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
@@ -42,6 +42,25 @@ def require_grouped_products(capability: tuple[int, int]) -> None:
             f"and 10, and this one has {major}.{minor}"
         )
         raise SETTING["rows"].refuse("fixed", rule, "Use --ampipe-rows exact.")
+
+
+_KEPT_SLACK = 0.75
+"""A budget stays while it has this part of the rows that a learned one adds to the counts, for each pair."""
+_KEPT_SIZE = 0.875
+"""A budget stays while a learned one has at least this part of its rows in all."""
+
+
+def is_near(budget: RowBudget, learned: RowBudget, counts: Counts) -> bool:
+    """Whether a budget stays in place of one that was learned from these counts.
+
+    Another budget costs the captures of the CUDA graphs of a stack. Largest counts vary a little from window
+    to window, so budgets that follow them exactly would change every time.
+    """
+    for rows, learned_rows, row_counts in zip(budget.rows, learned.rows, counts, strict=True):
+        for number, learned_number, count in zip(rows, learned_rows, row_counts, strict=True):
+            if number < count + _KEPT_SLACK * (learned_number - count):
+                return False
+    return sum(map(sum, learned.rows)) >= _KEPT_SIZE * sum(map(sum, budget.rows))
 
 
 class FixedRowsSteps(Hook):
@@ -131,7 +150,7 @@ class FixedRowsSteps(Hook):
         """Learn budgets after the warm-up, when a window is full, and after a repeated step."""
         is_full = self._in_window >= WINDOW
         if is_full or self._was_repeated or self._num_seen == WARM_UP:
-            self._rows.learn(self._margin, may_shrink=is_full)
+            self._rows.learn(self._margin, may_shrink=is_full, keeps=is_near)
         if is_full:
             self._in_window = 0
         self._was_repeated = False

@@ -325,13 +325,44 @@ _NOT_WITH_GRAPHS = (
 _USUAL = (None, False, 0, KEEP, Exchange.ROWS)
 
 
+_NOT_WITH_WHOLE_PASSES = tuple(flag for flag in _NOT_WITH_GRAPHS if flag != "--recompute-granularity")
+"""The same of graphs of whole passes."""
+
+
+def _captures_passes(args: Arguments) -> bool:
+    """Whether a CUDA graph is a whole pass: Megatron's graphs of whole layers, with rows of fixed number."""
+    return _has_fixed_rows(args) and captured_modules(args) == ("full",)
+
+
 def _captures_too_much(args: Arguments) -> str | None:
+    if _captures_passes(args):
+        return None
     return next((name for name in captured_modules(args) if name not in _CAPTURED), None)
+
+
+def _cannot_capture_passes(args: Arguments) -> str | None:
+    """The value of ``--cuda-graph-impl``, with the flag that forbids whole passes; None if there is none."""
+    if not _captures_passes(args):
+        return None
+    forbidden = {
+        **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
+        "--ampipe-degree auto": args.ampipe_degree == AUTO,
+        "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
+        # A replay runs no hook, with which the routing is recorded.
+        "--ampipe-routing-dir": _set(args, "--ampipe-routing-dir") is not None,
+        "--ampipe-wire": args.ampipe_wire not in (None, "bf16", "fp8"),
+        "--moe-router-load-balancing-type": balances(args),
+        "--moe-token-drop-policy": has_capacity(args) and args.moe_token_drop_policy != "position",
+    }
+    conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
+    return None if conflict is None else f"{args.cuda_graph_impl} with {conflict}"
 
 
 def _cannot_capture(args: Arguments) -> str | None:
     """The value of ``--cuda-graph-impl``, with the flag that forbids it; None if graphs can be captured."""
     implementation = args.cuda_graph_impl
+    if _captures_passes(args):
+        return None
     if not captured_modules(args):
         return None if implementation in (None, "none") else implementation
     forbidden = {
@@ -386,7 +417,9 @@ def _not_with_fixed_rows(args: Arguments) -> str | None:
     flag = _set(args, *_NOT_WITH_FIXED_ROWS)
     if flag is not None:
         return flag
-    return None if args.cuda_graph_impl in (None, "none") else "--cuda-graph-impl"
+    if args.cuda_graph_impl not in (None, "none") and not _captures_passes(args):
+        return "--cuda-graph-impl"
+    return None
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
@@ -612,8 +645,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--cuda-graph-modules",
         "a graph has a fixed number of rows, and experts compute another one in every pass, so whole layers "
-        "and moe cannot be captured; mamba layers stay Megatron's",
-        "Use --cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-impl none.",
+        "and moe cannot be captured with exact rows; mamba layers stay Megatron's",
+        "Use --cuda-graph-modules attn moe_router moe_preprocess; or --ampipe-rows fixed without "
+        "--cuda-graph-modules, for whole passes; or --cuda-graph-impl none.",
         _captures_too_much,
     ),
     Refusal(
@@ -622,6 +656,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "and that neither draw random numbers nor depend on documents or on other chunks",
         "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
         _cannot_capture,
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        "a graph of a whole pass holds what does not depend on data, on documents or on other micro-batches, "
+        "draws no random numbers, and does not know which micro-batch reduces gradients",
+        "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
+        _cannot_capture_passes,
     ),
     Refusal(
         "--mlp-chunks-for-training",

@@ -93,7 +93,8 @@ class Run:
         memory_reason: Why the memory strategy was chosen; None if the flags say it.
         in_one_chunk: Name of a further schedule that ``--ampipe-degree auto`` tries at degree 1.
         recomputed_layers: See ``AMPipeContext``.
-        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
+        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured; ``full``
+            for whole passes.
         attention: The kernel of attention and why it was chosen; None where layers are Megatron's.
         adjustments: The changed flags of Megatron, each with the reason.
     """

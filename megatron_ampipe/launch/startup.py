@@ -16,6 +16,7 @@ from megatron_ampipe.errors import global_rank
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import candidates
+from megatron_ampipe.layers.context import WHOLE_PASSES
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
 
@@ -182,7 +183,10 @@ def _model_rows(run: Run) -> list[Row]:
         rows.append(("other layers", environment.other_attention, why))
     if environment.ring_ranks > 1:
         rows.append(("context", f"ring of {environment.ring_ranks} ranks"))
-    if run.graph_modules:
+    if run.graph_modules == WHOLE_PASSES:
+        why = "one graph for both directions each; steps without budgets and evaluation run without"
+        rows.append(("CUDA graphs", "whole passes", why))
+    elif run.graph_modules:
         captured = " ".join(sorted(run.graph_modules))
         rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
     rows += fp8_row(environment.fp8_recipe)

@@ -31,6 +31,7 @@ class MicroBatch:
         rotary_pos_emb: As in Megatron.
         documents: The documents of the micro-batch; None if there are no bounds.
         token_ids: ``[S, B]``; None unless a router reads ids.
+        padding: ``[S, B]`` bool, True for rows that count in no loss of a router; None if all count.
     """
 
     chunks: Sequence[Chunk]
@@ -38,6 +39,7 @@ class MicroBatch:
     rotary_pos_emb: RotaryEmbedding | None
     documents: Documents | None
     token_ids: Tensor | None
+    padding: Tensor | None = None
 
 
 class BlockPass:
@@ -66,6 +68,7 @@ class BlockPass:
         self.block, self.features = block, features
         self.chunks, self.whole = micro_batch.chunks, micro_batch.whole
         self.rotary_pos_emb, self.token_ids = micro_batch.rotary_pos_emb, micro_batch.token_ids
+        self.padding = micro_batch.padding
         self.documents = block.separate(micro_batch.documents)
         if features.attention:
             self.attend = block.attend(hidden.is_cuda, self.documents is not None)

@@ -86,6 +86,8 @@ class ChunkLosses:
     """The loss functions in order: name, index in ``tensors``, and the routing map ``[T, E]`` bool."""
     counts_experts: bool = False
     """Whether the router adds its choice to the counts of the expert bias."""
+    padding: Tensor | None = None
+    """``[T]`` bool, True for tokens that count in no loss and in no count; None if all count."""
 
     def add(self, name: str, tensor: Tensor, routing_map: Tensor | None = None) -> None:
         """Record a call of the loss function ``name``."""
@@ -301,6 +303,7 @@ class ChunkRouting(_Router):
         block: BlockRouting | None = None,
         chunk: int = 0,
         token_ids: Tensor | None = None,
+        padding: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, ...]:
         """Route the tokens of one chunk without the losses; without ``block``, run the class unchanged.
@@ -311,6 +314,7 @@ class ChunkRouting(_Router):
             block: From :meth:`begin_block`; with a capacity, chunks must be routed in order.
             chunk: The index of the chunk in the block; 0 if all are routed at once.
             token_ids: ``[R, B]``, for a class that reads ids (``TokenIdRouter``).
+            padding: ``[R, B]`` bool, True for rows that count in no loss and not in the expert bias.
 
         Returns:
             ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool; for a chunk also the input ``[R, B, L]`` of
@@ -320,7 +324,7 @@ class ChunkRouting(_Router):
             routed: tuple[Tensor, ...] = super().forward(hidden, *args, **kwargs)
             return routed
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
-        losses = block.losses[chunk] = ChunkLosses()
+        losses = block.losses[chunk] = ChunkLosses(padding=None if padding is None else padding.flatten())
         config, replay = self.config, self.router_replay
         kept: dict[str, object] = {"config": config, "_noted": None}
         # Not by ``setattr``, which looks for parameters and modules first.
@@ -347,6 +351,8 @@ class ChunkRouting(_Router):
                 # The stock router counts the padding: every expert has the same number of rows.
                 counted = torch.ones_like(routing_map[: block.capacity.slots(len(routing_map))])
         if losses.counts_experts:
+            if losses.padding is not None:
+                counted = counted & ~losses.padding.unsqueeze(-1)
             super()._apply_expert_bias(counted)
         return probs, routing_map, losses.packed(hidden)
 
@@ -374,11 +380,16 @@ class ChunkRouting(_Router):
         sequence_length, batch = packed.shape[:2]
         chunks = [block.losses[index] for index in sorted(block.losses)]
         tensors = chunks[0].unpacked(packed)
+        masks = [chunk.padding for chunk in chunks if chunk.padding is not None]
+        padding = torch.cat(masks) if masks else None
+        # Older versions of Megatron have no such arguments.
+        masked: dict[str, Tensor] = {} if padding is None else {"padding_mask": padding}
+        counts = {} if padding is None else {"with_padding_mask": True}
         # Attaching a loss to a tensor gives a new tensor, which is differentiated in place of the old one.
         carriers = list(tensors)
         for number, (name, index, _) in enumerate(chunks[0].calls):
             if name == "apply_z_loss":
-                carriers[index] = self.apply_z_loss(carriers[index])
+                carriers[index] = self.apply_z_loss(carriers[index], **masked)
                 continue
             maps = (chunk.calls[number][2] for chunk in chunks)
             routing_map = torch.cat([chunk_map for chunk_map in maps if chunk_map is not None])
@@ -387,11 +398,11 @@ class ChunkRouting(_Router):
         if self.has_stock_routing and self.is_aux_loss_enabled():
             (logits,) = carriers
             routing_map, scores = compute_routing_scores_for_aux_loss(
-                logits, self.topk, self.score_function, fused=self.config.moe_router_fusion
+                logits, self.topk, self.score_function, fused=self.config.moe_router_fusion, **masked
             )
-            carrier = self._apply_aux_loss(logits, scores, routing_map)
-            carrier = self._apply_seq_aux_loss(carrier, scores, routing_map, sequence_length, batch)
-            carriers = [self._apply_global_aux_loss(carrier, scores, routing_map)]
+            carrier = self._apply_aux_loss(logits, scores, routing_map, **counts)
+            carrier = self._apply_seq_aux_loss(carrier, scores, routing_map, sequence_length, batch, **counts)
+            carriers = [self._apply_global_aux_loss(carrier, scores, routing_map, **counts)]
         sums = [carrier.sum(dtype=torch.float32) for carrier in carriers or [packed]]
         return functools.reduce(torch.add, sums)
 

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, BlockState
+from megatron_ampipe.runtime.graph_memory import StaticInputs, without_memory
 from megatron_ampipe.runtime.segment import Segment
 from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, Step
 from megatron_ampipe.runtime.streams import CommMemory
@@ -143,7 +143,7 @@ class GraphSet:
         self.last_pass = 0
         """The number of the pass that used it last."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._inputs = _Inputs()
+        self._inputs = StaticInputs()
         self._captured: dict[tuple[Direction, int], _Captured] = {}
         self._own = _Objects()
         """None, and the objects that graphs of this set write for each other."""
@@ -186,7 +186,7 @@ class GraphSet:
         direction: Direction,
         call: Call,
         state: MicroBatchState,
-        execute: Callable[[], None] | None = None,
+        capture_pass: Callable[[Direction], None],
     ) -> bool:
         """Run the graph that begins with a call, or nothing if an earlier graph includes it; else False.
 
@@ -194,7 +194,7 @@ class GraphSet:
             direction: Of the pass.
             call: The call.
             state: The state of the micro-batch.
-            execute: Runs all calls of the pass, if its only graph begins with its first call.
+            capture_pass: Runs all calls of a pass, if graphs are of whole passes.
         """
         if call.position in self._plan.inner[direction]:
             return True
@@ -203,7 +203,7 @@ class GraphSet:
             return False
         captured = self._captured.get((direction, call.position))
         if captured is None:
-            captured = self._capture(run, state, execute)
+            captured = self._capture(run, state, capture_pass)
             self._captured[direction, call.position] = captured
         else:
             self._prepare(captured, state)
@@ -211,13 +211,15 @@ class GraphSet:
         self._finish(captured, state)
         return True
 
-    def _capture(self, run: Run, state: MicroBatchState, execute: Callable[[], None] | None) -> _Captured:
+    def _capture(
+        self, run: Run, state: MicroBatchState, capture_pass: Callable[[Direction], None]
+    ) -> _Captured:
         """Capture a run: record its calls without running them."""
         captured = _Captured(torch.cuda.CUDAGraph(), self._modules_of(run))
         _wait_for_parameters(captured.waiting)
         before = {slot: state.slots[slot] for slot in run.changes}
         self._bind_inputs(captured, run, state)
-        self._record(captured, run, state, execute)
+        self._record(captured, run, state, capture_pass)
         self._keep_results(captured, before, state)
         # Inputs that nobody refers to are shared with other graphs.
         del before
@@ -262,7 +264,7 @@ class GraphSet:
             if result is value:
                 continue
             if isinstance(result, Tensor) and slot in self._plan.others:
-                captured.copied.append((slot, _without_memory(result)))
+                captured.copied.append((slot, without_memory(result)))
                 # Only the tensor without ownership remains, so graphs can reuse the memory.
                 slots[slot] = None
                 continue
@@ -285,7 +287,7 @@ class GraphSet:
                 captured.exported.append((stage.layer, stage.kind, stage.chunk, exported))
 
     def _record(
-        self, captured: _Captured, run: Run, state: MicroBatchState, execute: Callable[[], None] | None
+        self, captured: _Captured, run: Run, state: MicroBatchState, capture_pass: Callable[[Direction], None]
     ) -> None:
         """Run the calls under capture, and record what they have done with the sums of gradients."""
         trained = self._trained_in(run)
@@ -300,8 +302,8 @@ class GraphSet:
         with self._on_leaves(state), self._keeping_cached(), torch.cuda.stream(_capture_stream()):
             captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                if execute is not None:
-                    execute()
+                if self._plan.is_whole:
+                    capture_pass(run.direction)
                 else:
                     for step in run.steps:
                         step.run(state)
@@ -390,48 +392,6 @@ class GraphSet:
                 module._parameters[name] = parameter
             for functions, sums in zip(self._plan.functions, state.sums, strict=True):
                 sums.parameters, sums.numbers = functions.parameters.all, functions.parameters.numbers
-
-
-class _Inputs:
-    """Static tensors for the inputs of the graphs of a set. Graphs share those that no graph keeps.
-
-    An input is copied right before a replay, so without a reference from what the graph has left nobody needs
-    it afterwards. Calls get another tensor of the same memory, which counts as a reference while it lives.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-        self._taken: list[tuple[Tensor, int]] = []
-
-    def take(self, like: Tensor) -> Tensor:
-        """Get a static tensor that no other input of the same graph uses."""
-        free = self._free[like.shape, like.dtype, like.device]
-        static = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self._taken.append((static, _references(static)))
-        return static
-
-    def give_back(self) -> None:
-        """After the capture of a graph, let other graphs use its inputs, except those that are still used."""
-        for static, references in self._taken:
-            if _references(static) == references:
-                self._free[static.shape, static.dtype, static.device].append(static)
-        self._taken.clear()
-
-
-def _references(tensor: Tensor) -> int:
-    """How many tensors share the memory of a tensor."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor at the same address that does not own the memory."""
-    memory = tensor.untyped_storage()
-    borrowed = torch._C._construct_storage_from_data_pointer(
-        memory.data_ptr(), memory.device, memory.nbytes()
-    )
-    with torch.no_grad():
-        return tensor.new_empty(0).set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _leaf(parameter: Parameter) -> Parameter:

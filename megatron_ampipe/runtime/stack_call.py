@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,7 +25,7 @@ from megatron_ampipe.runtime.segment import BlockParameters, accumulate_param_gr
 from megatron_ampipe.runtime.slot_ops import run_slot_ops
 from megatron_ampipe.runtime.steps import ZERO, MicroBatchState
 from megatron_ampipe.runtime.streams import CommMemory
-from megatron_ampipe.runtime.tape import Call, Tapes
+from megatron_ampipe.runtime.tape import Call, Tape, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
@@ -187,8 +187,7 @@ class StackCall:
             assert self._reductions is not None, "a schedule with reductions runs without them"
             return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
         transfer, steps = None, call.steps
-        # A whole pass runs call by call only while it is captured.
-        if self._graphs is not None and not self._is_whole and self._graphs.run_call(direction, call, state):
+        if self._graphs is not None and self._graphs.run_call(direction, call, state, self._capture_pass):
             steps = ()
         for step in steps:
             try:
@@ -203,17 +202,12 @@ class StackCall:
                 text = f"{step.text(names)}\nthere are {', '.join(shapes) or 'no tensors'}"
                 error.add_note(f"{direction} pass, call {call.position}: {text}")
                 raise
-        if (call.ends or call.ends_half) and not self._is_whole:
-            self._end_call(direction, call)
-        return transfer
-
-    def _end_call(self, direction: Direction, call: Call) -> None:
-        """Do what follows the steps of a call: end its layer, hand over gradients."""
         if call.ends_half:
             self._accumulate_param_grads(call.stage.layer, half=True)
             self._note_asked(REDUCE_EXPERTS, call.stage.layer)
         if call.ends:
             self._end_layer(direction, call.stage.layer)
+        return transfer
 
     def _end_layer(self, direction: Direction, layer: int) -> None:
         """Called when all stages of a layer have run."""
@@ -237,22 +231,26 @@ class StackCall:
         recorder.enter(self.numbers, direction)
         # Set once for all segments; all else works on tensors without a graph.
         with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
-            if self._graphs is not None and self._is_whole:
-                calls = self.tapes.passes[direction].calls
-                execute = functools.partial(self._execute_calls, direction)
-                self._graphs.run_call(direction, calls[0], state, execute)
-                for call in calls:
-                    if call.ends or call.ends_half:
-                        self._end_call(direction, call)
+            tape, run = self.tapes.passes[direction], functools.partial(self.run_call, direction)
+            if not self._is_whole:
+                self.executor.execute(tape, run, recorder, state.comm_memory)
                 return
-            self._execute_calls(direction)
+            for call in tape.calls:
+                # The first one is the graph of the pass. The host ends layers after its launch.
+                if call.position == 0 or call.ends or call.ends_half:
+                    run(call)
 
-    def _execute_calls(self, direction: Direction) -> None:
-        """Run all calls of a pass."""
-        state = self.state
+    def _capture_pass(self, direction: Direction) -> None:
+        """Run all calls of a pass, without what the host does at the end of a layer."""
+        tape, state = self.tapes.passes[direction], self.state
+        calls = [replace(call, ends=False, ends_half=False) for call in tape.calls]
         run = functools.partial(self.run_call, direction)
-        self.executor.execute(self.tapes.passes[direction], run, self.recorder, state.comm_memory)
-        if self._is_whole and direction is Direction.FORWARD:
+        graphs, self._graphs = self._graphs, None
+        try:
+            self.executor.execute(Tape(calls), run, self.recorder, state.comm_memory)
+        finally:
+            self._graphs = graphs
+        if direction is Direction.FORWARD:
             for layer in self.tapes.for_recompute:
                 state.blocks[layer] = state.blocks[layer].for_recompute()
 

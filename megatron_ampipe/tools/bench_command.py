@@ -237,7 +237,7 @@ def _measure(arguments: argparse.Namespace) -> Report:
 
             def on_pass() -> None:
                 if not bar.n:
-                    bar.set_description("ampipe bench")
+                    bar.set_description_str("ampipe bench")
                 bar.update()
 
             if arguments.end_to_end:

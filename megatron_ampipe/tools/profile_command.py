@@ -129,7 +129,7 @@ def _measure(job: BenchJob, launch: _Launch) -> list[OperationsReport]:
         def on_message(rank: int, event: str, _: object = None) -> None:
             if rank == 0 and event == "progress":
                 if not bar.n:
-                    bar.set_description("ampipe profile")
+                    bar.set_description_str("ampipe profile")
                 bar.update()
 
         if launch.rank is None:

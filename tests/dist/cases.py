@@ -53,6 +53,8 @@ class Case:
     whole_down: bool = False
     """Latent attention projects down as with Transformer Engine: each tensor-parallel rank its rows, with all
     columns. With Megatron's local layers the key of the positions gets a wrong gradient there."""
+    padded: bool = False
+    """Some rows are padding (Megatron's ``padding_mask``)."""
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
@@ -547,6 +549,18 @@ LAUNCHES = cases("", {"batch": 3}, {
     "choice-probs-sequential-ranks": SEQUENTIAL
     | {"exchange": Exchange.RANKS, "model": WIDE | DROPS | SEVERAL_AUX},
     "losses-negative": {"model": TOP2 | {"moe_z_loss_coeff": -0.1}},
+    "padding-losses": {"padded": True, "degree": 3, "model": TOP2 | SEVERAL_AUX | Z},
+    "padding-losses-alone": {"padded": True, "only_losses": True, "model": TOP2 | SEVERAL_AUX | Z},
+    "padding-expert-bias-stack-recompute": RECOMPUTED | {"padded": True, "model": BIASED | SEQ_AUX},
+    "padding-expert-bias-capacity-ranks": {
+        "padded": True, "exchange": Exchange.RANKS, "model": WIDE | BIASED | TIGHT | Z,
+    },
+    "padding-cp": {"padded": True, "parallel": CP, "rope": True, "model": LARGE},
+    "padding-tp": {"padded": True, "parallel": TP, "model": LARGE},
+    "padding-tp-stack": {
+        "padded": True, "parallel": TP, "layers": "mm", "stack": 0, "model": TOP2 | SEVERAL_AUX,
+    },
+    "padding-sinkhorn": {"padded": True, "model": SINKHORN | Z},
     "replay-recorded": {"replay": "record", "layers": "mm", "stack": 0, "model": TOP2 | SEVERAL_AUX},
     "replay-prescribed": {
         "replay": "replay_forward", "parallel": TP, "layers": "mm", "stack": 0, "batch": 1, "model": TOP2,

@@ -62,19 +62,19 @@ def captured(case: Case) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     return stock, ours, state
 
 
-def set_budgets(state: Any, *, at_least: int = 8) -> None:
+def set_budgets(state: Any, *, at_least: int = 8, device: str = "cpu") -> None:
     """Learn budgets of the passes so far, large enough for other inputs; passes then use them."""
     state.end_step()
     state.learn(3.0)
     for chunk in state._chunks:
-        use_budget(chunk, lambda rows: max(rows, at_least))
+        use_budget(chunk, lambda rows: max(rows, at_least), device=device)
     state.is_active = True
 
 
-def use_budget(chunk: Any, change: Any) -> None:
+def use_budget(chunk: Any, change: Any, *, device: str = "cpu") -> None:
     """Change the number of rows of each pair of ranks."""
     rows = tuple(tuple(map(change, row)) for row in chunk.budget.rows)
-    chunk.use(dataclasses.replace(chunk.budget, rows=rows), torch.device("cpu"))
+    chunk.use(dataclasses.replace(chunk.budget, rows=rows), torch.device(device))
 
 
 def exceeds(state: Any) -> bool:

@@ -113,6 +113,16 @@ def overflows() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def whole_graphs() -> Iterator[None]:
+    """Both of these, and transfers on the calling thread, the only one that a capture sees."""
+    from megatron_ampipe.layers import block_stack
+    from megatron_ampipe.runtime.executors import SequentialExecutor
+
+    with graphs(), overflows(), mock.patch.object(block_stack, "ThreadExecutor", SequentialExecutor):
+        yield
+
+
+@contextlib.contextmanager
 def optimizers() -> Iterator[None]:
     """Transformer Engine's Adam, and parameters that count as those of a device, to be offloaded.
 
@@ -187,6 +197,6 @@ def upcycling() -> Iterator[None]:
 STAND_INS = {
     "": contextlib.nullcontext, "conversations": conversations, "fsdp": fsdp, "graphs": graphs,
     "optimizers": optimizers, "overflows": overflows, "tensor_overlap": tensor_overlap,
-    "upcycling": upcycling,
+    "upcycling": upcycling, "whole_graphs": whole_graphs,
 }  # fmt: skip
 """By name."""

@@ -39,11 +39,19 @@ KINDS = {
     "pipeline": EP + PP + STATE + OVERLAPS + "--ampipe-degree 2 --ampipe-memory redispatch/S3 ",
     "interleaved": PP + STATE + OVERLAPS + PLACED + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
     "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
+    # Whole passes as CUDA graphs, which draw no random numbers.
+    "graphs": EP
+    + LLAMA
+    + SHARED
+    + FOUR_LAYERS
+    + STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 ", "")
+    + "--ampipe-degree 2 --ampipe-stack 2 ",
 }
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 
 
-NUM_RANKS = {"stack": 4, "lancet": 2, "mtp": 2, "pipeline": 4, "interleaved": 2}
-WITHOUT_REPEATS = ("stack", "lancet", "mtp")
+NUM_RANKS = {"stack": 4, "lancet": 2, "mtp": 2, "pipeline": 4, "interleaved": 2, "graphs": 2}
+WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs")
 """Of these, a run that never exceeds a budget is compared, too."""
 
 
@@ -66,12 +74,14 @@ def runs(folder: Path) -> dict[str, Run]:
                 *MOCK_DATA,
                 *shlex.split(flags.format(folder=folder / line) + LINES[line]),
                 *("--train-iters", str(NUM_ITERATIONS)),
+                *(shlex.split(GRAPHS) if kind == "graphs" and line != "exact" else []),
             ]
             for kind, flags in KINDS.items()
             for line in lines_of(kind)
             if NUM_RANKS[kind] == num_ranks
         }
-        found |= runs_of(words, num_ranks=num_ranks, stand_ins="overflows")
+        stand_ins = "whole_graphs" if any(name.startswith("graphs") for name in words) else "overflows"
+        found |= runs_of(words, num_ranks=num_ranks, stand_ins=stand_ins)
     return found
 
 
@@ -108,3 +118,17 @@ def test_a_repeated_step_is_recorded_once(runs: dict[str, Run], folder: Path) ->
     )
     assert [record.iteration for record in small] == [*range(1, NUM_ITERATIONS + 1)]
     assert small == exact
+
+
+def test_whole_passes_are_replayed_on_every_rank(runs: dict[str, Run]) -> None:
+    """Two stacks, both directions, four micro-batches of a rank in each step with budgets."""
+    exact, fixed, small = (
+        [int(count) for count in re.findall(r"replays: (\d+)", runs[f"graphs {line}"].output)]
+        for line in LINES
+    )
+    assert exact == [0, 0] and runs["graphs fixed"].says("CUDA graphs whole passes")
+    per_step = 2 * 2 * 4
+    # The first pass of each stack warms up.
+    assert fixed == [(NUM_ITERATIONS - 2) * per_step - 4] * 2
+    # Budgets that a repeat has changed are captured again; a repeat itself runs without graphs.
+    assert small[0] == small[1] and 0 < small[0] <= fixed[0]

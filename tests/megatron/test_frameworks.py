@@ -299,18 +299,29 @@ def test_packed_sequences_of_ms_swift_need_its_fused_rotation() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["gpt", "hybrid"])
-def test_padding_that_a_model_is_told_is_refused(kind: str) -> None:
-    """Megatron's scripts tell none. Its router would leave such rows out of its losses."""
+def test_padding_that_a_model_is_told_counts_in_no_loss_of_a_router(kind: str) -> None:
+    """Megatron's scripts tell none."""
     from tests.dist import logged_losses
+    from tests.dist.blocks import wrong
 
     use_groups()
-    logged_losses.clear()
-    recipe = configuration(kind)
+    found = []
+    of_stock, recipe = configuration(kind), configuration(kind)
     switch_on(recipe, degree=2)
-    model, _ = gradients(recipe)
-    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
-    with pytest.raises(BadInput, match=r"padding_mask of the type Tensor: .* Leave it out of the call"):
-        model(tokens, torch.arange(LENGTH).expand(2, -1), None, padding_mask=tokens.bool())
+    tokens = torch.arange(2 * LENGTH).view(2, -1) % VOCABULARY
+    positions = torch.arange(LENGTH).expand(2, -1)
+    weights = None
+    for one in (of_stock, recipe):
+        logged_losses.clear()
+        model, _ = gradients(one, weights)
+        weights = weights or model
+        model.zero_grad()
+        logged_losses.clear()
+        model(tokens, positions, None, labels=tokens, padding_mask=positions >= LENGTH // 2).sum().backward()
+        losses = {name: value.clone() for name, value in logged_losses.by_name().items()}
+        found.append(losses | {name: value.grad for name, value in model.named_parameters()})
+    assert any("router" in name for name in found[0]) and any("load_balancing" in name for name in found[0])
+    assert wrong(*found, 1e-5) == {}
 
 
 @pytest.mark.ranks(1)

@@ -87,7 +87,11 @@ REFUSED = {
     "--num-distributed-optimizer-instances": [
         "2 --ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ],
-    "--cuda-graph-modules": ["moe --cuda-graph-impl local", "attn mamba --cuda-graph-impl local"],
+    "--cuda-graph-modules": [
+        "moe --cuda-graph-impl local",
+        "moe --cuda-graph-impl local --ampipe-rows fixed",
+        "attn mamba --cuda-graph-impl local",
+    ],
     "--cuda-graph-impl": [
         "full_iteration",
         *(
@@ -114,6 +118,21 @@ REFUSED = {
                 ("local", "--fp8-format e4m3 --fp8-recipe blockwise"),
                 ("local", "--ampipe-grad-reduce placed --overlap-grad-reduce"),
                 ("local", "--reset-attention-mask"),
+            )
+        ),
+        *(
+            f"{implementation} --ampipe-rows fixed --transformer-impl local {others}"
+            for implementation, others in (
+                ("local", "--hidden-dropout 0.1"),
+                ("transformer_engine", "--attention-dropout 0.1"),
+                ("local", "--moe-input-jitter-eps 0.1"),
+                ("local", "--moe-router-load-balancing-type sinkhorn"),
+                ("local", "--moe-expert-capacity-factor 1.5"),
+                ("local", "--ampipe-router cosine"),
+                ("local", "--ampipe-wire tests.wires:HalvesWire"),
+                ("local", "--ampipe-degree auto"),
+                ("local", "--reset-attention-mask"),
+                ("local", "--sft"),
             )
         ),
     ],
