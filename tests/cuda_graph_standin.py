@@ -94,6 +94,8 @@ class RecordedGraph:
         self._recorder: _Recorder | None = None
         self.pool: Any = None
         self.generators: list[torch.Generator] = []
+        self._states: dict[torch.Generator, Tensor] = {}
+        """Before the capture."""
 
     @property
     def is_capturing(self) -> bool:
@@ -111,6 +113,7 @@ class RecordedGraph:
         assert self._recorder is None and not self._calls, "a second capture"
         self.pool, self._recorder = pool, _Recorder(self)
         CAPTURED.add(self)
+        self._states = {generator: generator.get_state() for generator in self.generators}
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
@@ -122,6 +125,8 @@ class RecordedGraph:
             for memory, contents in self._before.values():
                 memory.copy_(contents)
             self._before.clear()
+            for generator, state in self._states.items():
+                generator.set_state(state)
             for tensor in self._made.values():
                 _poison(tensor)
 
@@ -130,9 +135,11 @@ class RecordedGraph:
         name, schema = operation._schema.name, operation._schema
         assert name not in READS | _SENDS, f"{name}: not permitted when a stream is capturing"
         assert not name.startswith("c10d::"), f"{name}: of another lane"
-        # Attention has the tag because it can drop values, which is refused at start-up.
+        # Attention has the tag because it can drop values, which runs without a graph.
         draws = torch.Tag.nondeterministic_seeded in operation.tags and "scaled_dot_product" not in name
-        assert not draws, f"{name}: a replay would draw other numbers"
+        if draws:
+            assert FORKED and FORKED[-1] in self.generators, f"{name}: a replay would draw the same numbers"
+            kwargs = kwargs | {"generator": FORKED[-1]}
         given: list[Tensor] = []
         tree_map_only(Tensor, given.append, (args, kwargs))
         for place, argument in enumerate(schema.arguments):
@@ -257,6 +264,34 @@ def stand_ins() -> Iterator[None]:
         mock.patch.object(backends, "causal_lower_right", _causal_lower_right),
     ):
         yield
+
+
+FORKED: list[torch.Generator] = []
+"""The generators of which operations draw at present, the last one first."""
+
+
+class GraphSafeTracker:
+    """In place of Transformer Engine's tracker of random states: operations draw from a generator of it.
+
+    A graph in which the generator is registered draws from it in every replay, and not when it is captured.
+    """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    @contextlib.contextmanager
+    def fork(self, _name: str = "") -> Iterator[None]:
+        """As in Transformer Engine."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        FORKED.append(self.generator)
+        try:
+            yield
+        finally:
+            FORKED.pop()
+            if not _is_capturing():
+                self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
 
 
 def _is_capturing() -> bool:

@@ -14,9 +14,9 @@ from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.captured import captured_stages
 from megatron_ampipe.launch.environment import (
     PARTNER_FLAG,
-    captured_modules,
     exchanges_of,
     layout_of_args,
     ranks_per_node,
@@ -28,7 +28,6 @@ from megatron_ampipe.schedule.features import (
     OTHER_FP8_RECIPE,
     PACKED_WITH_CONTEXT,
     WEIGHTS_TOGETHER,
-    balances,
     expert_tensor_ranks,
     fp8_recipe,
     has_capacity,
@@ -280,42 +279,28 @@ def _keeps_other_tensors(args: Arguments) -> str | None:
     return _set(args, "--fp8-format", "--use-transformer-engine-op-fuser")
 
 
-_CAPTURED = ("attn", "mlp", "moe_router", "moe_preprocess")
+_CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
 
 
-_NOT_WITH_GRAPHS = (
-    "--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-partner", "--ampipe-memory",
-    "--ampipe-memory-budget", "--fine-grained-activation-offloading", "--ampipe-exchange",
-    "--ampipe-condense", "--ampipe-router", "--recompute-granularity", "--fp8-format",
-    "--use-megatron-fsdp", "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
-    "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
-    "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
-)  # fmt: skip
-"""Flags that forbid CUDA graphs, unless their value is one of ``_USUAL``."""
-_USUAL = (None, False, 0, KEEP, Exchange.ROWS)
+def _chooses_without_graphs(args: Arguments) -> str | None:
+    """The flag with which AMPipe predicts or measures what blocks without graphs would do."""
+    flag = _set(args, *_CHOOSING)
+    if flag is None and args.ampipe_degree == AUTO:
+        flag = "--ampipe-degree"
+    return None if captured_stages(args).is_empty else _with(args, _GRAPHS, flag)
 
 
-def _captures_too_much(args: Arguments) -> str | None:
-    return next((name for name in captured_modules(args) if name not in _CAPTURED), None)
+def _places_reductions(args: Arguments) -> str | None:
+    is_placed = args.ampipe_grad_reduce == "placed" and bool(captured_stages(args).modules)
+    return _with(args, _GRAPHS, "--ampipe-grad-reduce" if is_placed else None)
 
 
-def _cannot_capture(args: Arguments) -> str | None:
-    """The value of ``--cuda-graph-impl``, with the flag that forbids it; None if graphs can be captured."""
-    implementation = args.cuda_graph_impl
-    if not captured_modules(args):
-        return None if implementation in (None, "none") else implementation
-    forbidden = {
-        **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_GRAPHS},
-        "--ampipe-degree auto": args.ampipe_degree == AUTO,
-        "--ampipe-schedule": _names_weights(args),
-        "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
-        "--tensor-model-parallel-size": (args.tensor_model_parallel_size or 1) > 1,
-        "--context-parallel-size": (args.context_parallel_size or 1) > 1,
-        "--moe-router-load-balancing-type": balances(args),
-        "--moe-expert-capacity-factor": has_capacity(args),
-    }
-    conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
-    return None if conflict is None else f"{implementation} with {conflict}"
+def _has_partner(args: Arguments) -> str | None:
+    has_partner = bool(args.ampipe_partner) and not captured_stages(args).is_empty
+    return _with(args, _GRAPHS, "--ampipe-partner" if has_partner else None)
+
+
+_GRAPHS = "--cuda-graph-impl"
 
 
 _NOT_WITH_FIXED_ROWS = (
@@ -568,18 +553,28 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.num_distributed_optimizer_instances > 1 and args.ampipe_grad_reduce == "placed",
     ),
     Refusal(
-        "--cuda-graph-modules",
-        "a graph has a fixed number of rows, and experts compute another one in every pass, so whole layers "
-        "and moe cannot be captured; mamba layers stay Megatron's",
-        "Use --cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-impl none.",
-        _captures_too_much,
+        _GRAPHS,
+        "a graph of a whole iteration has a fixed number of rows, and experts another one in every pass",
+        "Use --cuda-graph-impl local or transformer_engine, of which stages in schedules are captured.",
+        lambda args: args.cuda_graph_impl == "full_iteration",
     ),
     Refusal(
-        "--cuda-graph-impl",
-        "graphs are captured of stages that run once, in an order that flags name, on the rows of one rank, "
-        "and that neither draw random numbers nor depend on documents or on other chunks",
-        "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
-        _cannot_capture,
+        _GRAPHS,
+        "what is predicted or tried is without graphs",
+        "Name the degree: --ampipe-degree 2, or use --cuda-graph-impl none.",
+        _chooses_without_graphs,
+    ),
+    Refusal(
+        _GRAPHS,
+        "a graph hands over its gradients when it ends, and not where a reduction is placed",
+        "Use --ampipe-grad-reduce stock, or --cuda-graph-impl none.",
+        _places_reductions,
+    ),
+    Refusal(
+        _GRAPHS,
+        "a graph is a part of one pass",
+        "Leave out --ampipe-partner, or use --cuda-graph-impl none.",
+        _has_partner,
     ),
     Refusal(
         "--mlp-chunks-for-training",

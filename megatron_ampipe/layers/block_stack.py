@@ -141,7 +141,8 @@ class BlockStack:
             refuse_outer_checkpoint(context)
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
         graphs = None
-        if keep_graph and context.graph_modules and not context.recorder.recording:
+        of_documents = documents is not None and context.captures_attention
+        if keep_graph and context.graph_modules and not (context.recorder.recording or of_documents):
             graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
         micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, self._token_ids(chunks, hidden))
         passes = [
