@@ -379,6 +379,14 @@ def graph_modules(names: Sequence[str]) -> list[object]:
     return [kinds[name] for name in names]
 
 
+def global_buffers() -> list[Any]:
+    """Megatron's buffers for the transfers of tensor-parallel layers, which grow when they are too small."""
+    from megatron.core import parallel_state
+
+    memory = parallel_state._GLOBAL_MEMORY_BUFFER
+    return [] if memory is None else [*memory.buffer.values()]
+
+
 def forget_quantized_weights(linear: object) -> None:
     """Clear the quantized weights of a Transformer Engine linear layer, so its next call quantizes again.
 

@@ -2,15 +2,17 @@
 
 As on a GPU, a capture computes nothing that lasts: memory from before is afterwards as it was, and what was
 made is full of NaN until the first replay, which runs the same operations on the same memory. What a GPU
-would refuse to capture, because the host reads a result or sends data, is refused. A capture does not see
-what other threads do meanwhile.
+would refuse to capture, because the host reads a result or sends data, is refused. A captured collective
+sends nothing; every replay runs it, and waits for it. A capture does not see what other threads do meanwhile.
 
 Captured tensors are in the memory of a pool, as torch's allocator places them: memory that nobody refers to
-is given to the next tensor of any capture in the same pool. A replay writes all memory of its capture again,
-whoever has it now.
+is given to the next tensor of any capture in the same pool, also to one of the capture in which its last
+reader is. A replay writes all memory of its capture again, whoever has it now, and finds what earlier replays
+have left in memory that somebody referred to when the capture began.
 """
 
 import contextlib
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -32,6 +35,11 @@ READS = {
     "aten::_unique2",
 }  # fmt: skip
 """Operations for which the host waits for the device."""
+_COLLECTIVES = {
+    "c10d::alltoall_base_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_",
+    "c10d::recv_", "c10d::send",
+}  # fmt: skip
+"""What can be captured of other ranks' data. The last two are an all-to-all of the host platform."""
 _SENDS = {"aten::lift_fresh"}
 """Operations with which the host sends data that it has made."""
 CAPTURED: weakref.WeakSet["RecordedGraph"] = weakref.WeakSet()
@@ -89,6 +97,9 @@ class RecordedGraph:
         """By storage, memory that the capture has made."""
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         """By storage, memory from before that it has changed, with its contents; only during the capture."""
+        self._left: dict[int, tuple[Block, Tensor | None]] = {}
+        """The blocks of the pool that were in use when the capture began; and, during the capture, the
+        contents of those that it has given to other tensors."""
         self._read: dict[int, StorageWeakRef] = {}
         """By storage, memory from before that it uses."""
         self._recorder: _Recorder | None = None
@@ -114,6 +125,7 @@ class RecordedGraph:
         self.pool, self._recorder = pool, _Recorder(self)
         CAPTURED.add(self)
         self._states = {generator: generator.get_state() for generator in self.generators}
+        self._left = {id(block): (block, None) for block in POOLS[pool] if not block.is_free}
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
@@ -129,38 +141,63 @@ class RecordedGraph:
                 generator.set_state(state)
             for tensor in self._made.values():
                 _poison(tensor)
+            for key, (block, contents) in self._left.items():
+                if contents is not None:
+                    block.memory.copy_(contents)
+                    self._left[key] = block, None
 
     def record(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and keep it."""
         name, schema = operation._schema.name, operation._schema
         assert name not in READS | _SENDS, f"{name}: not permitted when a stream is capturing"
-        assert not name.startswith("c10d::"), f"{name}: of another lane"
+        if name.startswith("c10d::"):
+            return self._record_collective(operation, args, kwargs)
         # Attention has the tag because it can drop values, which runs without a graph.
         draws = torch.Tag.nondeterministic_seeded in operation.tags and "scaled_dot_product" not in name
         if draws:
             assert FORKED and FORKED[-1] in self.generators, f"{name}: a replay would draw the same numbers"
             kwargs = kwargs | {"generator": FORKED[-1]}
-        given: list[Tensor] = []
-        tree_map_only(Tensor, given.append, (args, kwargs))
+        given = _tensors((args, kwargs))
         for place, argument in enumerate(schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 tree_map_only(Tensor, self._keep_before, value)
         known = {_storage(one) for one in given}
-        for one in given:
-            if _storage(one) not in self._made:
-                self._read.setdefault(_storage(one), StorageWeakRef(one.untyped_storage()))
+        self._note_read(given)
         result = operation(*args, **kwargs)
-        made: list[Tensor] = []
-        tree_map_only(Tensor, made.append, result)
+        made = _tensors(result)
         fresh = [one for one in made if _storage(one) not in known]
         result = self._in_pool(result, fresh)
         is_view = bool(made) and not fresh and not schema.is_mutable
-        if not is_view and "empty" not in name:
+        if "empty" in name:
+            self._calls += [(_poison, (_borrowed(one),), {}, None) for one in _tensors(result)]
+        elif not is_view:
             # Through other tensors of the same memory: a replay does not count as a change for autograd.
             call = args, kwargs, result if fresh else None
             self._calls.append((operation, *tree_map_only(Tensor, _borrowed, call)))
         return result
+
+    def _record_collective(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Keep a collective, which sends nothing now; what it will receive is full of NaN."""
+        name = operation._schema.name
+        assert name in _COLLECTIVES, f"{name}: no such collective is captured"
+        received = [] if name == "c10d::send" else _tensors(args[0])
+        for one in received:
+            self._keep_before(one)
+        self._note_read(_tensors((args, kwargs)))
+        with _disable_current_modes():
+            for one in received:
+                _poison(one)
+        start = functools.partial(_start, operation)
+        self._calls.append((start, *tree_map_only(Tensor, _borrowed, (args, kwargs)), None))
+        work = FakeWork().boxed()
+        return work if len(operation._schema.returns) == 1 else (args[0], work)
+
+    def _note_read(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            # Without contents it has no memory in the pool, and nobody reads it.
+            if _storage(tensor) not in self._made and tensor.untyped_storage().nbytes():
+                self._read.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))
 
     def _keep_before(self, tensor: Tensor) -> None:
         key = _storage(tensor)
@@ -181,6 +218,8 @@ class RecordedGraph:
             if is_first:
                 with _disable_current_modes():
                     block = self._block(memory.nbytes())
+                    if id(block) in self._left and self._left[id(block)][1] is None:
+                        self._left[id(block)] = block, block.memory.clone()
                     block.memory[: memory.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(memory)
                 storages[_storage(one)] = _storage_at(block.memory.data_ptr(), memory.nbytes())
             layout = one.storage_offset(), one.size(), one.stride()
@@ -207,17 +246,33 @@ class RecordedGraph:
         assert not any(memory.expired() for memory in self._read.values()), "memory that it reads was freed"
         with torch.no_grad(), _disable_current_modes():
             for block in POOLS[self.pool]:
-                if block.tensor is not None and block.is_free:
+                if block.tensor is not None and block.is_free and id(block) not in self._left:
                     _poison(block.tensor)
-            for tensor in self._made.values():
-                _poison(tensor)
+            pending: list[Work] = []
             for operation, args, kwargs, results in self._calls:
+                if isinstance(operation, functools.partial):
+                    pending.append(operation(*args, **kwargs))
+                    continue
+                while pending:
+                    pending.pop().wait()
                 computed = operation(*args, **kwargs)
                 if results is None:
                     continue
                 for kept, value in zip(tree_leaves(results), tree_leaves(computed), strict=True):
                     if isinstance(kept, Tensor) and kept.data_ptr() != value.data_ptr():
                         kept.copy_(value)
+            for work in pending:
+                work.wait()
+
+
+def _start(operation: Any, *args: Any, **kwargs: Any) -> Work:
+    """Start a collective."""
+    result = operation(*args, **kwargs)
+    return Work.unbox(result[-1] if isinstance(result, tuple) else result)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _poison(tensor: Tensor) -> None:

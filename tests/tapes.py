@@ -23,17 +23,17 @@ from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 def check(tapes: Tapes, *, threads: bool) -> None:
     """Assert all of it."""
-    for tape in tapes.passes.values():
+    for direction, tape in tapes.passes.items():
         check_streams(tape.streams, [call.needs for call in tape.calls], tape.stream_plan)
-        check_runs(tape)
+        check_runs(tape, direction)
     check_slots(tapes, threads=threads)
 
 
-def check_runs(tape: Tape) -> None:
+def check_runs(tape: Tape, direction: Direction) -> None:
     """Inside a run of calls that one CUDA graph holds, no stream waits, and nobody waits for it."""
     computed = [{call.stage.kind for call in tape.calls if call.lane == COMPUTE}] * len(tape.calls)
     seen: set[int] = set()
-    for position, run in runs_of(tape, computed).items():
+    for position, run in runs_of(tape, direction, computed).items():
         places = [call.position for call in run.calls]
         assert places == list(range(position, position + len(places)))
         assert not any(tape.stream_plan.waits[place] for place in places[1:])

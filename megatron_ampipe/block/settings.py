@@ -22,7 +22,7 @@ AUTO = "auto"
 """The value that leaves a choice to AMPipe."""
 
 
-ROUTER_FLAG, WIRE_FLAG = "--ampipe-router", "--ampipe-wire"
+ROUTER_FLAG, WIRE_FLAG, SCHEDULE_FLAG = "--ampipe-router", "--ampipe-wire", "--ampipe-schedule"
 
 SHIPPED_GATES = {
     "noisy-topk": "megatron_ampipe.layers.gates:NoisyTopKRouter",
@@ -41,14 +41,20 @@ SHIPPED_WIRES = {
 }
 """The wires of AMPipe (formats in which rows are sent) by the name that users give."""
 
-_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+SHIPPED_SCHEDULES = ("ampipe", "moe-only", "lancet", "joined", "sequential")
+"""The schedules of AMPipe by the name that users give."""
+
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_ITERATIONS = re.compile(r"([0-9]{1,9})-([0-9]{1,9})", re.ASCII)
+MOST_MEASURED = 100
+"""The most iterations of ``--ampipe-measure``: their stages are kept in memory."""
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(MiB|GiB)", re.ASCII)
 
 
 def class_path(name: str, shipped: Mapping[str, str], *, flag: str) -> str:
     """``package.module:Class``, given as such or as a name in ``shipped``; :class:`BadInput` otherwise."""
-    if name not in shipped and _CLASS.fullmatch(name) is None:
+    if name not in shipped and _PATH.fullmatch(name) is None:
         rule = f"is neither package.module:Class nor one of {', '.join(shipped)}"
         remedy = f"Use for example {flag} {min(shipped)} or {flag} my_package.my_module:MyClass."
         raise BadInput(flag, name or "(empty)", rule=rule, remedy=did_you_mean(name, shipped) or remedy)
@@ -62,17 +68,39 @@ def import_class(
 
     A class for which ``fits`` is False is refused with ``rule`` and ``remedy``.
     """
+    value = _imported(class_path(name, shipped, flag=flag), name, flag=flag)
+    if not (isinstance(value, type) and fits(value)):
+        raise BadInput(flag, name, rule=rule, remedy=remedy)
+    return value
+
+
+def _imported(path: str, name: str, *, flag: str) -> object:
+    """The object of ``package.module:name``, which the user calls ``name``."""
     try:
-        value = pkgutil.resolve_name(class_path(name, shipped, flag=flag))
-    except BadInput:
-        raise
+        return pkgutil.resolve_name(path)
     except Exception as error:
         rule = f"cannot be imported: {type(error).__name__}: {error}".rstrip(".")
         remedy = "Check the name, and that its folder is in PYTHONPATH on every rank."
         raise BadInput(flag, name, rule=rule, remedy=remedy) from error
-    if not (isinstance(value, type) and fits(value)):
-        raise BadInput(flag, name, rule=rule, remedy=remedy)
-    return value
+
+
+def check_schedule(name: str, *, flag: str = SCHEDULE_FLAG) -> None:
+    """Raise :class:`BadInput` for a wrong value of ``--ampipe-schedule``, or of another flag like it."""
+    if name not in SHIPPED_SCHEDULES and _PATH.fullmatch(name) is None:
+        rule = f"is neither package.module:function nor one of {', '.join(SHIPPED_SCHEDULES)}"
+        example = f"Use {flag} ampipe or {flag} my_package.my_module:my_order."
+        remedy = did_you_mean(name, SHIPPED_SCHEDULES) or example
+        raise BadInput(flag, name or "(empty)", rule=rule, remedy=remedy)
+
+
+def import_schedule(name: str) -> Callable[..., object]:
+    """Import the function that ``--ampipe-schedule`` names; raises :class:`BadInput` if that fails."""
+    check_schedule(name)
+    function = _imported(name, name, flag=SCHEDULE_FLAG)
+    if not callable(function) or isinstance(function, type):
+        remedy = "Name a function of a degree and the features of a block; see docs/schedules.md."
+        raise BadInput(SCHEDULE_FLAG, name, rule="is no function", remedy=remedy)
+    return function
 
 
 def check_threshold(value: float) -> None:
@@ -91,6 +119,17 @@ def check_margin(value: float) -> None:
         rule = "is not a factor from 1 to 100 of the largest counts"
         remedy = "Use for example --ampipe-rows-margin 1.5, or leave it out."
         raise BadInput("--ampipe-rows-margin", f"{value:g}", rule=rule, remedy=remedy)
+
+
+def parse_iterations(text: str) -> tuple[int, int]:
+    """Parse the first and the last iteration of ``41-50``; :class:`BadInput` for another text."""
+    parts = _ITERATIONS.fullmatch(text)
+    first, last = (0, 0) if parts is None else (int(parts[1]), int(parts[2]))
+    if not 1 <= first <= last or last - first >= MOST_MEASURED:
+        flag = "--ampipe-measure"
+        rule = f"is not FIRST-LAST, at most {MOST_MEASURED} iterations counted from 1"
+        raise BadInput(flag, text or "(empty)", rule=rule, remedy=f"Use for example {flag} 41-50.")
+    return first, last
 
 
 def parse_size(text: str) -> int:
@@ -259,8 +298,8 @@ class Settings:
         help="order of the stages: `ampipe` overlaps communication with attention and experts, `moe-only` "
         "with experts, [`lancet`](weights.md) also with weight gradients, at degree 1 too; "
         "[`joined`](weights.md#all-chunks-at-once) computes those of all chunks at once; `sequential` "
-        "overlaps nothing",
-        choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
+        "overlaps nothing; or [a custom order](schedules.md), a function `package.module:function`",
+        check=check_schedule,
         acts="chunks",
         in_plan=True,
     )
@@ -417,10 +456,21 @@ class Settings:
         with_auto=_DIFFERS,
         says="another function than a stock run's; the log says how many tokens are not sent",
     )
+    measure: str | None = _row(
+        metavar="FIRST-LAST",
+        shown_default="off",
+        help="after the last of these iterations, such as `41-50`, log their "
+        "[communication and its share under computation](metrics.md#over-several-iterations); "
+        "`--ampipe-trace-dir` then records them",
+        check=parse_iterations,
+        acts="layers",
+        says="then the log says how long they communicate, and how much of it is under computation",
+    )
     trace_dir: str | None = _row(
         metavar="DIR",
         shown_default="off",
-        help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
+        help=f"record when every stage of the last {TRACED_ITERATIONS} iterations, or those of "
+        "`--ampipe-measure`, ran, one Chrome/Perfetto "
         "trace per rank; `ampipe draw DIR` makes a picture of it",
         acts="layers",
         says="'ampipe draw' makes a picture of it",

@@ -166,27 +166,39 @@ class AutoDegree(Hook):
 
 
 class Agreement(Hook):
-    """Compares the pipelines of all ranks before the first step, because each rank has read a plan file."""
+    """Compares the pipelines of all ranks before the first step.
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    Each rank has read a plan file, or called the function of a custom schedule, whose orders are
+    ``custom_orders``.
+    """
+
+    def __init__(self, pipeline: Pipeline, custom_orders: Sequence[str] = ()) -> None:
         self._pipeline: Pipeline | None = pipeline
+        self._custom_orders = tuple(custom_orders)
 
     def before_step(self) -> None:
         """Compare once."""
         if self._pipeline is not None:
-            require_agreement(self._pipeline)
+            require_agreement(self._pipeline, self._custom_orders)
             self._pipeline = None
 
 
-def require_agreement(pipeline: Pipeline) -> None:
-    """Compare the pipeline that each rank chose with that of rank 0.
+def require_agreement(pipeline: Pipeline, custom_orders: Sequence[str] = ()) -> None:
+    """Compare the pipeline that each rank chose, and its custom orders, with those of rank 0.
 
     Raises:
-        RunFailed: on every rank, if the pipelines of some ranks differ.
+        RunFailed: on every rank, if the pipelines or orders of some ranks differ.
     """
-    order = "" if pipeline.order is None else to_text(pipeline.order)
-    decisions: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(decisions, (str(pipeline), order))
+    orders = tuple(custom_orders) if pipeline.order is None else (to_text(pipeline.order),)
+    decision = (str(pipeline), orders)
+    decisions = [decision] * dist.get_world_size()
+    dist.all_gather_object(decisions, decision)
+    for rank, other in enumerate(decisions):
+        if custom_orders and other[0] == decisions[0][0] and other[1] != decisions[0][1]:
+            raise RunFailed(
+                f"{pipeline.schedule} returns another order on rank {rank} than on rank 0. It may depend on "
+                "nothing but its arguments, and all ranks need the same file, where every rank can read it."
+            )
     for rank, decision in enumerate(decisions):
         if decision != decisions[0]:
             raise RunFailed(

@@ -29,7 +29,8 @@ class CapturedStages:
     """What the flags for CUDA graphs come to.
 
     Attributes:
-        modules: The values of ``--cuda-graph-modules`` of which a stage is captured.
+        modules: The values of ``--cuda-graph-modules`` of which a stage is captured; ``full`` alone for whole
+            passes.
         left_out: Kinds of stages of these modules that run without a graph.
         keeps_mamba: Whether Megatron captures its Mamba layers.
         notes: What runs without a graph, or stays Megatron's, each with the reason.
@@ -205,11 +206,18 @@ def captured_modules(args: Parsed) -> tuple[str, ...]:
     return tuple(str(getattr(module, "name", module)) for module in modules)
 
 
+def captures_passes(args: Parsed) -> bool:
+    """Whether a CUDA graph is a whole pass: Megatron's graphs of whole layers, with rows of fixed number."""
+    return getattr(args, "ampipe_rows", None) == "fixed" and captured_modules(args) == (WHOLE_LAYERS,)
+
+
 def captured_stages(arguments: Parsed) -> CapturedStages:
     """What is captured of pipelined blocks with these arguments, parsed and validated."""
     args, named = Arguments(arguments), captured_modules(arguments)
     if not named:
         return CapturedStages()
+    if captures_passes(args):
+        return CapturedStages(modules=frozenset({WHOLE_LAYERS}))
     modules = {name for name in named if name in kinds.GRAPH_MODULES}
     if WHOLE_LAYERS in named:
         modules |= kinds.GRAPH_MODULES.keys()
@@ -241,8 +249,6 @@ def no_partner(args: Parsed) -> str | None:
         return "Megatron-FSDP gathers parameters for one pass at a time"
     if not captured_stages(args).is_empty:
         return "a CUDA graph is a part of one pass"
-    if getattr(args, "ampipe_rows", None) == "fixed":
-        return "--ampipe-rows fixed is not built for partners yet"
     return None
 
 

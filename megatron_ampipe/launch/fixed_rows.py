@@ -8,7 +8,7 @@ and they run again from the same data with exact rows. So the optimizer never se
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import random
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.exchange.fixed_rows import FixedRows
+from megatron_ampipe.exchange.fixed_rows import Counts, FixedRows, RowBudget
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
@@ -44,11 +44,33 @@ def require_grouped_products(capability: tuple[int, int]) -> None:
         raise SETTING["rows"].refuse("fixed", rule, "Use --ampipe-rows exact.")
 
 
+_KEPT_SLACK = 0.75
+"""A budget stays while it has this part of the rows that a learned one adds to the counts, for each pair."""
+_KEPT_SIZE = 0.875
+"""A budget stays while a learned one has at least this part of its rows in all."""
+
+
+def is_near(budget: RowBudget, learned: RowBudget, counts: Counts) -> bool:
+    """Whether a budget stays in place of one that was learned from these counts.
+
+    Another budget costs the captures of the CUDA graphs of a stack. Largest counts vary a little from window
+    to window, so budgets that follow them exactly would change every time.
+    """
+    for rows, learned_rows, row_counts in zip(budget.rows, learned.rows, counts, strict=True):
+        for number, learned_number, count in zip(rows, learned_rows, row_counts, strict=True):
+            if number < count + _KEPT_SLACK * (learned_number - count):
+                return False
+    return sum(map(sum, learned.rows)) >= _KEPT_SIZE * sum(map(sum, budget.rows))
+
+
 class FixedRowsSteps(Hook):
     """Runs the passes of every training step with budgets, once these are learned."""
 
-    def __init__(self, rows: FixedRows, environment: Environment, *, margin: float) -> None:
+    def __init__(
+        self, rows: FixedRows, environment: Environment, *, margin: float, before_repeat: Callable[[], None]
+    ) -> None:
         self._rows, self._environment, self._margin = rows, environment, margin
+        self._before_repeat = before_repeat
         self._models: Sequence[Model] = ()
         self._num_seen = 0
         self._in_window = 0
@@ -93,6 +115,7 @@ class FixedRowsSteps(Hook):
             return losses
         # What was counted after the first missing row is not the routing of this step.
         rows.begin_step()
+        self._before_repeat()
         state.restore()
         for model in self._models:
             model.zero_grad_buffer()
@@ -127,7 +150,7 @@ class FixedRowsSteps(Hook):
         """Learn budgets after the warm-up, when a window is full, and after a repeated step."""
         is_full = self._in_window >= WINDOW
         if is_full or self._was_repeated or self._num_seen == WARM_UP:
-            self._rows.learn(self._margin, may_shrink=is_full)
+            self._rows.learn(self._margin, may_shrink=is_full, keeps=is_near)
         if is_full:
             self._in_window = 0
         self._was_repeated = False

@@ -14,7 +14,7 @@ from megatron_ampipe.block.settings import SETTING, parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.refusals import setting_of_plan
 from megatron_ampipe.launch.run import Run
-from megatron_ampipe.launch.trials import Planner, Shape
+from megatron_ampipe.launch.trials import Planner, Shape, candidates
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.kept import MemoryPrediction, by_work, fitting, simulated
@@ -23,7 +23,7 @@ from megatron_ampipe.plan.model_block import StageLayers
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import STRATEGIES, BlockFeatures, Pipeline, period
+from megatron_ampipe.schedule import STRATEGIES, BlockFeatures, Pipeline, is_custom, period, to_text
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 
 PeakOf = Callable[[str], float]
@@ -93,6 +93,33 @@ def _check_fit(run: Run, pipeline: Pipeline) -> None:
     pipeline.schedule_of([features_of(run, pipeline)] * num_layers)
     chunks = pipeline.chunks(environment.sequence_length, environment.layout)
     require_whole_tiles(chunks, environment.rows_of_tile(environment.batch))
+
+
+def custom_orders(run: Run) -> tuple[str, ...]:
+    """The orders of a custom schedule in this run, as text: of every pass and every degree that it can have.
+
+    Empty for a named schedule.
+
+    Raises:
+        BadInput: the function cannot be imported, fails, or returns a wrong order.
+    """
+    pipeline, environment = run.pipeline, run.resolved_environment
+    if not is_custom(pipeline.schedule):
+        return ()
+    pipelines = [pipeline, pipeline.with_partners(forward=True, backward=True)]
+    if run.settings.automatic:
+        degrees = candidates(environment.rows, environment.rows_of_tile(environment.batch))
+        pipelines = [replace(pipeline, degree=degree, backward_degree=degree) for degree in degrees]
+    orders: list[str] = []
+    for each in dict.fromkeys(pipelines):
+        features = features_of(run, each)
+        num_layers = 2 if environment.shares_schedule(each) else 1
+        # An evaluation has no losses.
+        passes = [[features] * num_layers, [replace(features, losses=False)] * num_layers]
+        if environment.other_attention is not None:
+            passes.append([features.without_attention])
+        orders += [to_text(each.schedule_of(layers)) for layers in passes]
+    return tuple(orders)
 
 
 def saved_form(run: Run, choice: Plan) -> Plan:

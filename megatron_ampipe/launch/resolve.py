@@ -36,7 +36,7 @@ from megatron_ampipe.launch.environment import (
     passes_in_flight,
     reads_masks,
 )
-from megatron_ampipe.launch.planned import choose_memory, plan_of_run, planner_of
+from megatron_ampipe.launch.planned import choose_memory, custom_orders, plan_of_run, planner_of
 from megatron_ampipe.launch.refusals import refuse_unsupported, refuse_with_token_ids
 from megatron_ampipe.launch.run import (
     RELAXES_MAX_CONNECTIONS_CHECK,
@@ -46,7 +46,7 @@ from megatron_ampipe.launch.run import (
 )
 from megatron_ampipe.layers.gates import TokenIdRouter, load_gate
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.schedule import IN_ONE_CHUNK
+from megatron_ampipe.schedule import IN_ONE_CHUNK, is_custom
 from megatron_ampipe.schedule.features import uses_ring_attention
 
 
@@ -81,7 +81,7 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
     if run.plan is not None:
         choice = plan_of_run(run)
         run = replace(run, choice=choice, pipeline=choice.pipeline)
-    return run
+    return replace(run, custom_orders=custom_orders(run)) if run.pipelined else run
 
 
 def _with_possible_partner(args: argparse.Namespace, run: Run) -> Run:
@@ -129,7 +129,7 @@ def _with_predictions(args: argparse.Namespace, run: Run) -> Run:
     The memory strategy fits the budget, and a planner chooses the pipeline. Reads the cluster's file.
     """
     settings = run.settings
-    if run.plan is not None or settings.save_plan is not None:
+    if run.plan is not None or settings.save_plan is not None or is_custom(run.pipeline.schedule):
         run = replace(run, features=features_of_args(args, settings))
     named = (run.plan, settings.save_plan, settings.cluster, settings.memory_budget)
     is_predicted = any(value is not None for value in named)

@@ -87,7 +87,8 @@ class Run:
         environment: What surrounds the blocks; None before ``resolve``.
         block: The sizes of a block, for a plan, a planner or a memory budget; else None.
         features: What decides the stages of a block that has its own schedule, and of one that shares it; for
-            a plan that is read or saved, else None.
+            a plan that is read or saved and for a custom schedule, else None.
+        custom_orders: What the function of a custom schedule returns, as text; empty for a named schedule.
         planner: Chooses the pipeline for an input shape; None without ``--ampipe-cluster``.
         choice: The plan for the rows of this run, and why; None without a plan file and a planner.
         memory_reason: Why the memory strategy was chosen; None if the flags say it.
@@ -109,6 +110,7 @@ class Run:
     environment: Environment | None = None
     block: Block | None = None
     features: tuple[BlockFeatures, BlockFeatures] | None = None
+    custom_orders: tuple[str, ...] = ()
     planner: Planner | None = None
     choice: Plan | None = None
     memory_reason: str | None = None

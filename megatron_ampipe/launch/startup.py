@@ -17,6 +17,7 @@ from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.captured import CapturedStages
 from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import candidates
+from megatron_ampipe.layers.context import WHOLE_PASSES
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import KEEP, Pipeline, stack_to_text
 
@@ -195,7 +196,10 @@ def _model_rows(run: Run) -> list[Row]:
 def _graph_rows(graphs: CapturedStages) -> list[Row]:
     """What is captured as CUDA graphs, and what runs without, each with the reason."""
     rows: list[Row] = []
-    if graphs.modules:
+    if graphs.modules == WHOLE_PASSES:
+        why = "one graph for both directions each; steps without budgets and evaluation run without"
+        rows.append(("CUDA graphs", "whole passes", why))
+    elif graphs.modules:
         captured = " ".join(sorted(graphs.modules))
         rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
     if graphs.keeps_mamba:

@@ -15,6 +15,9 @@ from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline, StageKind, kinds
 from megatron_ampipe.schedule.pipeline import builds_layers
 
+WHOLE_PASSES = frozenset({"full"})
+"""In place of modules whose stages are captured: all stages of a pass, transfers included."""
+
 
 @dataclass(slots=True)
 class AMPipeContext:
@@ -34,7 +37,8 @@ class AMPipeContext:
         partners: Joins the passes of two micro-batches (``--ampipe-partner``); None without.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
         wire: Encodes tokens for their transfers (``--ampipe-wire``); None to send them as they are.
-        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured.
+        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured;
+            :data:`WHOLE_PASSES` to capture whole passes.
         left_out_of_graphs: Kinds of stages that run without a graph, though their module is named.
         graph_warm_up: How many micro-batches run without graphs first.
         fixed_rows: The chunks that are sent with fixed rows (``--ampipe-rows fixed``); None for exact rows.
@@ -74,7 +78,13 @@ class AMPipeContext:
     def captures_attention(self) -> bool:
         """Whether graphs contain attention, so that they are of sequences without documents."""
         captured = kinds.GRAPH_MODULES["attn"] - self.left_out_of_graphs
-        return "attn" in self.graph_modules and not captured.isdisjoint((kinds.QKV, kinds.ATTENTION))
+        has_stages = "attn" in self.graph_modules and not captured.isdisjoint((kinds.QKV, kinds.ATTENTION))
+        return has_stages or self.captures_passes
+
+    @property
+    def captures_passes(self) -> bool:
+        """Whether a CUDA graph is a whole pass, rather than consecutive stages of it."""
+        return self.graph_modules == WHOLE_PASSES
 
     @property
     def pipelined(self) -> bool:

@@ -1,5 +1,9 @@
 """A set of CUDA graphs: captures runs of calls, and replays them for one micro-batch in flight at a time.
 
+A run is consecutive computed calls, whose steps are captured one after another; or a whole pass, which an
+executor runs at capture. Its streams then fork from the capturing one, and join it in the end: what they wait
+for becomes edges of the graph.
+
 A graph uses the memory with which it was captured, so every micro-batch in flight has its own set of graphs.
 Tensors that one graph of a set writes for another stay in place until the set is used again. Tensors that
 other calls write or read are copied into and out of static memory.
@@ -20,17 +24,18 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.runtime.block_functions import BlockFunctions
+from megatron_ampipe.runtime.block_functions import BlockFunctions, BlockState
+from megatron_ampipe.runtime.graph_memory import StaticInputs, without_memory
 from megatron_ampipe.runtime.segment import Segment
-from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, RunStage, Step
+from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, Step
+from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.runtime.tape import Call
 from megatron_ampipe.schedule import Direction, StageKind
 
@@ -43,11 +48,7 @@ class Run:
     """
 
     calls: tuple[Call, ...]
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether the calls are of a forward pass."""
-        return isinstance(next(self.steps), RunStage)
+    direction: Direction
 
     @property
     def steps(self) -> Iterator[Step]:
@@ -77,6 +78,7 @@ class CapturePlan:
         runs: For each pass, the runs by the position of their first call.
         inner: For each pass, the positions of calls that an earlier call's graph includes.
         others: Slots that calls without a graph read or write.
+        is_whole: Whether the only run of a pass is all of its calls, which an executor runs at capture.
     """
 
     functions: Sequence[BlockFunctions]
@@ -84,6 +86,7 @@ class CapturePlan:
     runs: Mapping[Direction, Mapping[int, Run]]
     inner: Mapping[Direction, Collection[int]]
     others: Collection[int]
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -107,6 +110,9 @@ class _Captured:
     """Layer and number of a parameter whose gradient was added to ``main_grad``; the parameter."""
     exported: list[tuple[int, StageKind, int | None, object]] = field(default_factory=list)
     """Layer, kind and chunk of a stage, and what it has stored in the state of the block."""
+    left: tuple[Sequence[BlockState], CommMemory | None] | None = None
+    """Of a whole forward pass: the states of the blocks afterwards, and the memory that several streams use.
+    The capture of the backward pass reads both."""
 
 
 class _Objects:
@@ -129,15 +135,15 @@ class GraphSet:
 
     Args:
         plan: What is captured.
-        addresses: Where parameters, buffers and ``main_grad`` are now; the set is of no use if one moves.
+        made_for: On what its graphs depend, such as where parameters are now.
     """
 
-    def __init__(self, plan: CapturePlan, addresses: list[int]) -> None:
-        self._plan, self.addresses = plan, addresses
+    def __init__(self, plan: CapturePlan, made_for: Hashable) -> None:
+        self._plan, self.made_for = plan, made_for
         self.last_pass = 0
         """The number of the pass that used it last."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._inputs = _Inputs()
+        self._inputs = StaticInputs()
         self._captured: dict[tuple[Direction, int], _Captured] = {}
         self._own = _Objects()
         """None, and the objects that graphs of this set write for each other."""
@@ -175,8 +181,21 @@ class GraphSet:
         """Free the graphs; the backward pass of the micro-batch has ended."""
         self._owner = None
 
-    def run_call(self, direction: Direction, call: Call, state: MicroBatchState) -> bool:
-        """Run the graph that begins with a call, or nothing if an earlier graph includes it; else False."""
+    def run_call(
+        self,
+        direction: Direction,
+        call: Call,
+        state: MicroBatchState,
+        capture_pass: Callable[[Direction], None],
+    ) -> bool:
+        """Run the graph that begins with a call, or nothing if an earlier graph includes it; else False.
+
+        Args:
+            direction: Of the pass.
+            call: The call.
+            state: The state of the micro-batch.
+            capture_pass: Runs all calls of a pass, if graphs are of whole passes.
+        """
         if call.position in self._plan.inner[direction]:
             return True
         run = self._plan.runs[direction].get(call.position)
@@ -184,30 +203,34 @@ class GraphSet:
             return False
         captured = self._captured.get((direction, call.position))
         if captured is None:
-            captured = self._captured[direction, call.position] = self._capture(run, state)
+            captured = self._capture(run, state, capture_pass)
+            self._captured[direction, call.position] = captured
         else:
             self._prepare(captured, state)
         captured.graph.replay()
         self._finish(captured, state)
         return True
 
-    def _capture(self, run: Run, state: MicroBatchState) -> _Captured:
+    def _capture(
+        self, run: Run, state: MicroBatchState, capture_pass: Callable[[Direction], None]
+    ) -> _Captured:
         """Capture a run: record its calls without running them."""
         captured = _Captured(torch.cuda.CUDAGraph(), self._modules_of(run))
         _wait_for_parameters(captured.waiting)
         before = {slot: state.slots[slot] for slot in run.changes}
         self._bind_inputs(captured, run, state)
-        self._record(captured, run, state)
+        self._record(captured, run, state, capture_pass)
         self._keep_results(captured, before, state)
         # Inputs that nobody refers to are shared with other graphs.
         del before
         self._inputs.give_back()
-        self._keep_block_state(captured, run, state)
+        if run.direction is Direction.FORWARD:
+            self._keep_block_state(captured, run, state)
         return captured
 
     def _modules_of(self, run: Run) -> list[Module]:
         """The modules that the calls of a forward pass use, each once."""
-        if not run.is_forward:
+        if run.direction is Direction.BACKWARD:
             return []
         modules: dict[Module, None] = {}
         for step in run.steps:
@@ -241,7 +264,7 @@ class GraphSet:
             if result is value:
                 continue
             if isinstance(result, Tensor) and slot in self._plan.others:
-                captured.copied.append((slot, _without_memory(result)))
+                captured.copied.append((slot, without_memory(result)))
                 # Only the tensor without ownership remains, so graphs can reuse the memory.
                 slots[slot] = None
                 continue
@@ -254,7 +277,8 @@ class GraphSet:
 
     def _keep_block_state(self, captured: _Captured, run: Run, state: MicroBatchState) -> None:
         """Keep what the stages of a forward pass have stored in the state of their block."""
-        if not run.is_forward:
+        if self._plan.is_whole:
+            captured.left = tuple(state.blocks), state.comm_memory
             return
         for step in run.steps:
             stage = step.stage
@@ -262,7 +286,9 @@ class GraphSet:
             if exported is not None:
                 captured.exported.append((stage.layer, stage.kind, stage.chunk, exported))
 
-    def _record(self, captured: _Captured, run: Run, state: MicroBatchState) -> None:
+    def _record(
+        self, captured: _Captured, run: Run, state: MicroBatchState, capture_pass: Callable[[Direction], None]
+    ) -> None:
         """Run the calls under capture, and record what they have done with the sums of gradients."""
         trained = self._trained_in(run)
         for (layer, number), parameter in trained.items():
@@ -276,8 +302,11 @@ class GraphSet:
         with self._on_leaves(state), self._keeping_cached(), torch.cuda.stream(_capture_stream()):
             captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                for step in run.steps:
-                    step.run(state)
+                if self._plan.is_whole:
+                    capture_pass(run.direction)
+                else:
+                    for step in run.steps:
+                        step.run(state)
             finally:
                 captured.graph.capture_end()
         for (layer, number), parameter in trained.items():
@@ -325,6 +354,9 @@ class GraphSet:
             state.sums[layer].put(number, torch.empty_like(parameter), False)
         for layer, kind, chunk, left in captured.exported:
             state.blocks[layer].import_state(kind, chunk, left)
+        if captured.left is not None:
+            blocks, state.comm_memory = captured.left
+            state.blocks[:] = blocks
 
     @contextlib.contextmanager
     def _keeping_cached(self) -> Iterator[None]:
@@ -349,6 +381,7 @@ class GraphSet:
                         replaced.append((module, name, parameter))
                         module._parameters[name] = leaf_by_parameter[parameter]
             sums.parameters = leaves
+            sums.numbers = {leaf: number for number, leaf in enumerate(leaves)}
             for leaf in leaves:
                 if hasattr(leaf, "grad_added_to_main_grad"):
                     leaf.grad_added_to_main_grad = False
@@ -358,49 +391,7 @@ class GraphSet:
             for module, name, parameter in replaced:
                 module._parameters[name] = parameter
             for functions, sums in zip(self._plan.functions, state.sums, strict=True):
-                sums.parameters = functions.parameters.all
-
-
-class _Inputs:
-    """Static tensors for the inputs of the graphs of a set. Graphs share those that no graph keeps.
-
-    An input is copied right before a replay, so without a reference from what the graph has left nobody needs
-    it afterwards. Calls get another tensor of the same memory, which counts as a reference while it lives.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-        self._taken: list[tuple[Tensor, int]] = []
-
-    def take(self, like: Tensor) -> Tensor:
-        """Get a static tensor that no other input of the same graph uses."""
-        free = self._free[like.shape, like.dtype, like.device]
-        static = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self._taken.append((static, _references(static)))
-        return static
-
-    def give_back(self) -> None:
-        """After the capture of a graph, let other graphs use its inputs, except those that are still used."""
-        for static, references in self._taken:
-            if _references(static) == references:
-                self._free[static.shape, static.dtype, static.device].append(static)
-        self._taken.clear()
-
-
-def _references(tensor: Tensor) -> int:
-    """How many tensors share the memory of a tensor."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor at the same address that does not own the memory."""
-    memory = tensor.untyped_storage()
-    borrowed = torch._C._construct_storage_from_data_pointer(
-        memory.data_ptr(), memory.device, memory.nbytes()
-    )
-    with torch.no_grad():
-        return tensor.new_empty(0).set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+                sums.parameters, sums.numbers = functions.parameters.all, functions.parameters.numbers
 
 
 def _leaf(parameter: Parameter) -> Parameter:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions
@@ -19,11 +21,12 @@ from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import NEEDED_IN_GRAPHS
 
 
-def runs_of(tape: Tape, kinds: Sequence[Collection[StageKind]]) -> dict[int, Run]:
+def runs_of(tape: Tape, direction: Direction, kinds: Sequence[Collection[StageKind]]) -> dict[int, Run]:
     """The runs of a pass, by the position of their first call.
 
     Args:
         tape: The tape of the pass.
+        direction: Of the pass.
         kinds: For each layer, the kinds that can be captured.
     """
     runs: list[list[Call]] = []
@@ -36,7 +39,7 @@ def runs_of(tape: Tape, kinds: Sequence[Collection[StageKind]]) -> dict[int, Run
             runs.append([])
         runs[-1].append(call)
         is_open = call.position not in plan.records
-    return {calls[0].position: Run(tuple(calls)) for calls in runs}
+    return {calls[0].position: Run(tuple(calls), direction) for calls in runs}
 
 
 def _repeatable(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> list[set[StageKind]]:
@@ -81,43 +84,60 @@ def _slots_without_graph(tapes: Tapes, captured: Mapping[Direction, Collection[i
     return slots
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """What is captured of a pass, and what graphs of it depend on.
+
+    Attributes:
+        kinds: For each block, the kinds of stages that are captured; None to capture whole passes.
+        warm_up: How many passes run without graphs first.
+        generators: Returns the random generators that captured stages may advance.
+        outside: Returns the tensors that captured stages use, other than their arguments, parameters, buffers
+            and ``BlockState.outside``.
+        version: Returns what else graphs depend on, which can change between two passes.
+    """
+
+    kinds: Sequence[Collection[StageKind]] | None
+    warm_up: int
+    generators: Callable[[], Iterable[torch.Generator]]
+    outside: Callable[[], Iterable[Tensor]]
+    version: Callable[[], Hashable]
+
+
 class TapeGraphs:
     """The CUDA graphs of the passes that run by the same tapes.
 
     Args:
         tapes: The tapes of both passes, compiled with ``keep_graph``.
         functions: The stage functions of each block.
-        kinds: For each block, the kinds of stages that are captured, as far as a graph can repeat them.
-        warm_up: How many passes run without graphs first.
-        generators: Returns the random generators that captured stages may advance.
+        options: See :class:`CaptureOptions`.
     """
 
-    def __init__(
-        self,
-        tapes: Tapes,
-        functions: Sequence[BlockFunctions],
-        kinds: Sequence[Collection[StageKind]],
-        *,
-        warm_up: int,
-        generators: Callable[[], Iterable[torch.Generator]],
-    ) -> None:
-        kinds = _repeatable(tapes, kinds)
-        self._warm_up = warm_up
-        runs = {direction: runs_of(tape, kinds) for direction, tape in tapes.passes.items()}
+    def __init__(self, tapes: Tapes, functions: Sequence[BlockFunctions], options: CaptureOptions) -> None:
+        self._options, self._warm_up = options, options.warm_up
+        self.is_whole = options.kinds is None
+        """Whether a pass is one graph."""
+        if options.kinds is None:
+            runs = {direction: {0: Run(tape.calls, direction)} for direction, tape in tapes.passes.items()}
+        else:
+            repeated = _repeatable(tapes, options.kinds)
+            runs = {direction: runs_of(tape, direction, repeated) for direction, tape in tapes.passes.items()}
         captured = {
             direction: {call.position for run in runs_of_pass.values() for call in run.calls}
             for direction, runs_of_pass in runs.items()
         }
         self._plan = CapturePlan(
             functions,
-            generators,
+            options.generators,
             runs=runs,
             inner={direction: captured[direction] - runs[direction].keys() for direction in runs},
             others=_slots_without_graph(tapes, captured),
+            is_whole=self.is_whole,
         )
         self._parameters: list[Parameter] = []
         """The parameters that graphs read."""
         self._buffer_modules: list[Module] = []
+        kinds = options.kinds or [block_functions.stage_modules.keys() for block_functions in functions]
         for block_functions, block_kinds in zip(functions, kinds, strict=True):
             for kind in block_kinds:
                 self._parameters += block_functions.stage_parameters.get(kind, ())
@@ -131,13 +151,14 @@ class TapeGraphs:
         if self._warm_up:
             self._warm_up -= 1
             return None
-        addresses, oldest = self._addresses(), self._num_passes - MAX_IDLE_PASSES
+        made_for = self._options.version(), self._addresses()
+        oldest = self._num_passes - MAX_IDLE_PASSES
         self._sets = [
-            graphs for graphs in self._sets if graphs.addresses == addresses and graphs.last_pass >= oldest
+            graphs for graphs in self._sets if graphs.made_for == made_for and graphs.last_pass >= oldest
         ]
         graphs = next((graphs for graphs in self._sets if graphs.is_free), None)
         if graphs is None:
-            graphs = GraphSet(self._plan, addresses)
+            graphs = GraphSet(self._plan, made_for)
             self._sets.append(graphs)
         graphs.begin(state)
         graphs.last_pass = self._num_passes
@@ -150,12 +171,12 @@ class TapeGraphs:
         """
         self._sets.clear()
 
-    def _addresses(self) -> list[int]:
+    def _addresses(self) -> tuple[int, ...]:
         """Where everything is that graphs use and that other code can move to other memory."""
         gradients = [getattr(parameter, "main_grad", None) for parameter in self._parameters]
         buffers = [buffer for module in self._buffer_modules for buffer in module._buffers.values()]
-        tensors = [*self._parameters, *gradients, *buffers]
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        tensors = [*self._parameters, *gradients, *buffers, *self._options.outside()]
+        return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 MAX_SHAPES = 2

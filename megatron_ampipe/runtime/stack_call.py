@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,7 +25,7 @@ from megatron_ampipe.runtime.segment import BlockParameters, accumulate_param_gr
 from megatron_ampipe.runtime.slot_ops import run_slot_ops
 from megatron_ampipe.runtime.steps import ZERO, MicroBatchState
 from megatron_ampipe.runtime.streams import CommMemory
-from megatron_ampipe.runtime.tape import Call, Tapes
+from megatron_ampipe.runtime.tape import Call, Tape, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
@@ -90,6 +90,8 @@ class StackCall:
         comm_memory = CommMemory() if run.executor.host_waits else None
         self.state = MicroBatchState(tapes.num_slots, blocks, parameters, comm_memory)
         self._graphs = None if graphs is None else graphs.begin(self.state)
+        # Whether both passes are one graph each, in place of some of their calls.
+        self._is_whole = self._graphs is not None and graphs is not None and graphs.is_whole
         # How many reductions had been requested when a reducing stage's gradients were complete.
         self._asked: dict[tuple[StageKind, int], int] = {}
 
@@ -185,7 +187,7 @@ class StackCall:
             assert self._reductions is not None, "a schedule with reductions runs without them"
             return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
         transfer, steps = None, call.steps
-        if self._graphs is not None and self._graphs.run_call(direction, call, state):
+        if self._graphs is not None and self._graphs.run_call(direction, call, state, self._capture_pass):
             steps = ()
         for step in steps:
             try:
@@ -210,7 +212,7 @@ class StackCall:
     def _end_layer(self, direction: Direction, layer: int) -> None:
         """Called when all stages of a layer have run."""
         if direction is Direction.FORWARD:
-            if layer in self.tapes.for_recompute:
+            if layer in self.tapes.for_recompute and not self._is_whole:
                 blocks = self.state.blocks
                 blocks[layer] = blocks[layer].for_recompute()
             return
@@ -229,8 +231,28 @@ class StackCall:
         recorder.enter(self.numbers, direction)
         # Set once for all segments; all else works on tensors without a graph.
         with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
-            run = functools.partial(self.run_call, direction)
-            self.executor.execute(self.tapes.passes[direction], run, recorder, state.comm_memory)
+            tape, run = self.tapes.passes[direction], functools.partial(self.run_call, direction)
+            if not self._is_whole:
+                self.executor.execute(tape, run, recorder, state.comm_memory)
+                return
+            for call in tape.calls:
+                # The first one is the graph of the pass. The host ends layers after its launch.
+                if call.position == 0 or call.ends or call.ends_half:
+                    run(call)
+
+    def _capture_pass(self, direction: Direction) -> None:
+        """Run all calls of a pass, without what the host does at the end of a layer."""
+        tape, state = self.tapes.passes[direction], self.state
+        calls = [replace(call, ends=False, ends_half=False) for call in tape.calls]
+        run = functools.partial(self.run_call, direction)
+        graphs, self._graphs = self._graphs, None
+        try:
+            self.executor.execute(Tape(calls), run, self.recorder, state.comm_memory)
+        finally:
+            self._graphs = graphs
+        if direction is Direction.FORWARD:
+            for layer in self.tapes.for_recompute:
+                state.blocks[layer] = state.blocks[layer].for_recompute()
 
 
 class _BlocksContext(Protocol):

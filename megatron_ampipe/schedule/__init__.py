@@ -1,6 +1,7 @@
 """What runs when inside transformer blocks, as data: stages, lanes, orders, and their checks."""
 
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, Span, chunk_sequence, even_chunks, row_unit
+from megatron_ampipe.schedule.custom import is_custom
 from megatron_ampipe.schedule.dataflow import DataFlow, Source, data_flow, is_whole, needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import ALL_KINDS, MOE_BLOCK, WEIGHTS

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import kinds
+from megatron_ampipe.schedule.custom import custom_schedule
 from megatron_ampipe.schedule.dataflow import data_flow, needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import ATTENTION, COMBINE, DISPATCH, EXPERT, QKV, ROUTE, SHARED, WEIGHTS
@@ -28,24 +28,22 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
     """Build the named schedule. Cached, because a search requests few different ones again and again.
 
     Args:
-        name: One of :data:`SCHEDULE_NAMES`.
+        name: One of :data:`SCHEDULE_NAMES`, or the function of a :mod:`custom schedule <.custom>`.
         degree: Number of chunks of the forward pass.
         features: The features of the block.
         backward_degree: Number of chunks of the backward pass; as ``degree`` if None.
 
     Raises:
-        BadInput: no schedule has that name.
+        BadInput: no schedule has that name, or a custom schedule is wrong.
     """
-    if name not in _BUILDERS:
-        rule = f"is not one of {', '.join(_BUILDERS)}"
-        raise BadInput("--ampipe-schedule", name, rule=rule, remedy="Use --ampipe-schedule ampipe.")
+    builder = _BUILDERS.get(name) or functools.partial(custom_schedule, name)
     if backward_degree in (None, degree):
-        schedule = _BUILDERS[name](degree, features)
+        schedule = builder(degree, features)
     else:
         # The policy of the experts is by chunk of the backward pass.
         saves_all = replace(features, saved=features.saved._replace(experts=()))
-        schedule = _BUILDERS[name](degree, saves_all)
-        backward = _BUILDERS[name](backward_degree, features).backward
+        schedule = builder(degree, saves_all)
+        backward = builder(backward_degree, features).backward
         schedule = replace(schedule, backward=backward, backward_degree=backward_degree)
     return placed(schedule, [features])
 

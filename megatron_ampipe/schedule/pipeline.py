@@ -349,7 +349,7 @@ class Pipeline:
             values = {"chunks": ",".join(f"{share:.4g}" for share in self.shares)}
         if self.backward_degree != self.degree:
             values["backward_degree"] = self.backward_degree
-        if self.overlaps and self.name in SCHEDULE_NAMES:
+        if self.overlaps and (self.order is None or self.name in SCHEDULE_NAMES):
             values["schedule"] = self.name
         if self.overlaps or self.partner is not None:
             values["stack"] = stack_to_text(self.stack)

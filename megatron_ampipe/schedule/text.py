@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.timeline import AGAIN
@@ -174,13 +174,18 @@ def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
                     raise refuse(direction, f"has a stage {stage} that this block does not have")
                 if lane != COMPUTE and not stage.is_communication:
                     raise refuse(direction, f"computes {stage} in the communication lane {lane}")
-        lanes = dict(program.lanes)
-        done = {stage for _, stage in merge_lanes(lanes, needs)}
-        heads = {lane: next((s for s in stages if s not in done), None) for lane, stages in lanes.items()}
-        stuck = [
-            f"{lane} waits at {stage} for {next(needed for needed in needs[stage] if needed not in done)}"
-            for lane, stage in heads.items()
-            if stage is not None
-        ]
+        stuck = never_ready(program, needs)
         if stuck:
             raise refuse(direction, f"can never finish: {'; '.join(stuck)}")
+
+
+def never_ready(program: Program, needs: Mapping[Stage, Sequence[Stage]]) -> list[str]:
+    """For each lane that cannot finish, where it waits, and for which stage; empty if all can."""
+    lanes = dict(program.lanes)
+    done = {stage for _, stage in merge_lanes(lanes, needs)}
+    heads = {lane: next((s for s in stages if s not in done), None) for lane, stages in lanes.items()}
+    return [
+        f"{lane} waits at {stage} for {next(needed for needed in needs[stage] if needed not in done)}"
+        for lane, stage in heads.items()
+        if stage is not None
+    ]

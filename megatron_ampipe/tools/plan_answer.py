@@ -21,7 +21,7 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import GROUPED, Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import RankMemory
-from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk
+from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk, named
 from megatron_ampipe.schedule import (
     KEEP,
     MEGATRON,
@@ -29,6 +29,7 @@ from megatron_ampipe.schedule import (
     Pipeline,
     even_chunks,
 )
+from megatron_ampipe.tools.plan_recipe import domain_sentence
 
 
 def answer_of(
@@ -50,11 +51,11 @@ def answer_of(
         assumed.append(f"memory of a rank is not estimated: {memory}")
     block = predictor.of_layers(1)
     return {
-        "model": arguments.model,
+        "model": arguments.model or str(arguments.recipe),
         "cluster": arguments.cluster,
         "assumed": assumed,
         "stock_ms": plan.stock_ms,
-        "degrees": _rows(block, arguments.degrees),
+        "degrees": _rows(block, arguments.degrees, arguments.schedule),
         "stacks": _stacks(predictor, plans),
         "layers": _layers(predictor, plans),
         "basis": predictor.cluster.basis,
@@ -180,12 +181,18 @@ def _dispatchers(predictor: Predictor, plans: Plans, flags: str) -> list[Report]
     ]
 
 
-def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[Report]:
-    """Megatron's layer, and the named schedules at each degree in equal chunks."""
+def _rows(predictor: Predictor, degrees: tuple[int, ...], asked: str | None) -> list[Report]:
+    """Megatron's layer, and the named schedules at each degree in equal chunks, with the one asked for."""
     stock = predictor.stock()
     ways = [("stock", 1, stock, 0.0, {KEEP: predictor.peak_bytes(Pipeline.of(1))})]
     whole = in_one_chunk(predictor)
-    for way in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
+    compared = [*([] if whole is None else [whole]), *candidates(predictor, degrees)]
+    known = {(way.schedule.name, way.schedule.degree) for way in compared}
+    if asked is not None:
+        lacking = [degree for degree in degrees if (asked, degree) not in known]
+        splitting = filter(predictor.block.splits_into, lacking)
+        compared += [named(predictor, asked, degree, degree) for degree in splitting]
+    for way in compared:
         hidden = predictor.timeline(way.schedule, way.lengths).hidden_share
         pipeline = Pipeline.of(way.schedule.degree, order=way.schedule)
         memory = {
@@ -330,6 +337,8 @@ def show(answer: ReportView, plan: Plan, console: Console, *, verbose: bool = Fa
         console.print(f"assumed: {sentence}", soft_wrap=True, style="dim")
     for table in _tables(answer):
         console.print(table)
+    if "next" in answer:
+        console.print(answer["next"], soft_wrap=True, markup=False, highlight=False)
     if not verbose:
         return
     console.print(_memory_table(answer["degrees"]))
@@ -341,6 +350,8 @@ def show(answer: ReportView, plan: Plan, console: Console, *, verbose: bool = Fa
 
 def _sentences(answer: ReportView, plan: Plan) -> Iterator[str]:
     """The choice, what it gains and needs."""
+    if (no := domain_sentence(answer)) is not None:
+        yield no
     if plan.helps:
         yield from _sentences_on_plan(answer, plan)
     else:

@@ -55,6 +55,7 @@ _FUSED = (
     "--cross-entropy-loss-fusion --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
 )
+_FIXED = "--ampipe-rows fixed --cuda-graph-warmup-steps 1"
 _IN_CHUNKS = {"degree 4": "--ampipe-degree 4", "partners": "--ampipe-partner"}
 _DELAYED = {"weight gradients apart": "--ampipe-degree 4 --ampipe-schedule joined"}
 _ENGINE = ("transformer_engine.pytorch",)
@@ -116,6 +117,17 @@ FAMILIES = {
         },
         *_IN_BF16,
         _ENGINE,
+        ranks=2,
+    ),
+    # On a GPU, fixed rows need bf16.
+    "two ranks, fixed rows": Family(
+        _AS_WRITTEN + "--expert-model-parallel-size 2 --bf16 --moe-router-dtype fp32",
+        {
+            "degree 2": f"--ampipe-degree 2 {_FIXED}",
+            "degree 2, whole graphs": f"--ampipe-degree 2 {_FIXED} --cuda-graph-impl local",
+            "degree 4, whole graphs": f"--ampipe-degree 4 {_FIXED} --cuda-graph-impl local",
+        },
+        *_IN_BF16,
         ranks=2,
     ),
     "two ranks, FP8": Family(

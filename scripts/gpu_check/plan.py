@@ -172,6 +172,7 @@ _CASES_S = {2: 150.0, 4: 120.0}
 _TRAINED = {
     "two ranks": 160.0,
     "two ranks, weight gradients": 100.0,
+    "two ranks, fixed rows": 130.0,
     "two ranks, FP8": 100.0,
     "four ranks, pipeline": 120.0,
 }
@@ -201,6 +202,7 @@ def plan(scratch: Path, output: Path) -> list[list[Step]]:
         together,
         [first_bench],
         [_partners(LINK_OF_NCCL, scratch)],
+        [_training("two ranks, fixed rows", scratch)],
         [_training("two ranks, weight gradients", scratch)],
         [_training("two ranks, FP8", scratch)],
         *([step] for step in other_benches),
@@ -251,9 +253,10 @@ def _ranks(num_ranks: int, scratch: Path, output: Path) -> Step:
     command = _of_ranks(num_ranks, lines, output)
     shows = {
         2: "layers on two ranks equal Megatron's: EP, TP, CP, interleaved pipeline stages, the exchange "
-        "`ranks`, fp32 and bf16, two degrees, placed reductions, partners, graphs in 1F1B order, after an "
-        "exception, after an evaluation, Transformer Engine with its separate weight gradients (accumulated "
-        "over chunks, with and without fusion); whether the host waits with tensor parallelism",
+        "`ranks`, fp32 and bf16, two degrees, placed reductions, partners, graphs in 1F1B order (of stages; "
+        "of whole passes, with a budget that is exceeded), after an exception, after an evaluation, "
+        "Transformer Engine with its separate weight gradients (accumulated over chunks, with and without "
+        "fusion); whether the host waits with tensor parallelism",
         4: "the same for the exchanges `nodes` and `2dh`, TP x EP, PP x EP, experts over tensor-parallel "
         "ranks, CP on four ranks",
     }

@@ -90,7 +90,7 @@ def _idle_ranks(options: Options, name: str) -> Report:
     return report
 
 
-def _arguments(words: Sequence[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/soak.sh",
         description=__doc__,
@@ -111,9 +111,20 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of when a disturbance happens (default: %(default)s)")
     add("--json", type=Path, help="write what was seen, after every round")
     add("--keep", type=Path, help="keep logs and checkpoints in this folder, which must not exist yet")
+    return parser
+
+
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
     arguments = parser.parse_args(words)
     if arguments.interval is None:
         arguments.interval = max(2, arguments.iterations // 10)
+    arguments.only = arguments.only or list(DISTURBANCES)
+    arguments.shape = arguments.shape or list(SHAPES)
+    if not any(turns(arguments.only, arguments.shape)):
+        parser.error(
+            f"--only: no --shape of {', '.join(arguments.shape)} can load its checkpoints, which they need"
+        )
     if arguments.iterations < 4 * arguments.interval:
         least = 4 * arguments.interval
         parser.error(f"--iterations {arguments.iterations}: give at least {least}, four times --interval")
@@ -121,10 +132,19 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def turns(kinds: Sequence[str], shapes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every kind once, with the shapes in turns; then every kind with its next shape; without an end."""
-    for cycle in itertools.count():
-        for index, kind in enumerate(kinds):
-            yield kind, shapes[(index + cycle) % len(shapes)]
+    """Every kind once, with the shapes in turns; then every kind with its next shape; without an end.
+
+    A kind that no shape can have is left out; if none is left, there are no turns.
+    """
+    shapes_of = {kind: [shape for shape in shapes if _can_have(shape, kind)] for kind in kinds}
+    possible = [kind for kind in kinds if shapes_of[kind]]
+    for cycle in itertools.count() if possible else ():
+        for index, kind in enumerate(possible):
+            yield kind, shapes_of[kind][(index + cycle) % len(shapes_of[kind])]
+
+
+def _can_have(shape: str, kind: str) -> bool:
+    return SHAPES[shape].can_load or not DISTURBANCES[kind].loads
 
 
 class Soak:
@@ -132,8 +152,6 @@ class Soak:
 
     def __init__(self, arguments: argparse.Namespace, words: Sequence[str], options: Options) -> None:
         self._arguments, self._options = arguments, options
-        self._kinds = arguments.only or list(DISTURBANCES)
-        self._shapes = arguments.shape or list(SHAPES)
         self._expected: dict[str, Undisturbed] = {}
         self._begin = time.monotonic()
         self.rounds: list[Report] = []
@@ -144,7 +162,7 @@ class Soak:
             "hardware": {key: value for key, value in machine.hardware().items() if key != "host"},
             "versions": machine.versions(),
             "flags": f"{MODEL} {TRAINING}",
-            "shapes": {name: SHAPES[name].flags for name in self._shapes},
+            "shapes": {name: SHAPES[name].flags for name in arguments.shape},
             "num_iterations": options.num_iterations,
             "interval": options.interval,
             "rounds": self.rounds,
@@ -157,7 +175,7 @@ class Soak:
 
     def run(self) -> None:
         """Run rounds until the time is over."""
-        for number, (kind, shape) in enumerate(turns(self._kinds, self._shapes)):
+        for number, (kind, shape) in enumerate(turns(self._arguments.only, self._arguments.shape)):
             if number > 0 and self.minutes > self._arguments.minutes:
                 return
             options = replace(self._options, shape=SHAPES[shape])

@@ -28,11 +28,13 @@ class Disturbance:
         run: Trains to the last iteration, and returns the samples of the last launch.
         intervals_lost: How many intervals of checkpoints may be trained again.
         what: For the tables.
+        loads: Whether a launch goes on from a checkpoint.
     """
 
     run: Callable[[Options, str], Samples]
     intervals_lost: int
     what: str
+    loads: bool = True
 
 
 def undisturbed(options: Options, name: str) -> Samples:
@@ -131,7 +133,9 @@ def cut_at_sigterm(options: Options, name: str) -> Samples:
 
 
 DISTURBANCES = {
-    "slow-rank": Disturbance(slow_rank, 0, "a rank stands still for up to 0.3 s, again and again"),
+    "slow-rank": Disturbance(
+        slow_rank, 0, "a rank stands still for up to 0.3 s, again and again", loads=False
+    ),
     "sigterm": Disturbance(sigterm, 0, "SIGTERM to all ranks"),
     "sigusr2": Disturbance(sigusr2, 0, "SIGUSR2 to all ranks, with `--exit-signal SIGUSR2`"),
     "killed-rank": Disturbance(killed_rank, 1, "SIGKILL to one rank"),

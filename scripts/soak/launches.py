@@ -44,6 +44,8 @@ class Shape:
     num_ranks: int
     flags: str
     what: str
+    can_load: bool = True
+    """Whether its checkpoints can be loaded: not those of a sharded optimizer, without Transformer Engine."""
 
 
 SHAPES = {
@@ -54,6 +56,13 @@ SHAPES = {
         "--num-experts 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1 --moe-layer-freq [0,1,1,1]",
         "two pipeline stages of two virtual stages, the first one without experts; two expert-parallel ranks",
+    ),
+    "ep4-dp8": Shape(
+        8,
+        "--num-layers 2 --hidden-size 32 --num-experts 8 --expert-model-parallel-size 4 "
+        "--global-batch-size 16 --use-distributed-optimizer --overlap-param-gather",
+        "two groups of four expert-parallel ranks, which share a sharded optimizer",
+        can_load=False,
     ),
 }
 

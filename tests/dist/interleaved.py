@@ -49,7 +49,7 @@ class _ModelChunk(torch.nn.Module):
 
 def step(layers: Any, case: Case) -> dict[str, torch.Tensor]:
     """Outputs of the last stage, input gradients of the first, and what all passes have summed."""
-    logged_losses.clear()
+    logged_losses.zero()
     config, parameter = layers.layers[0].config, next(layers.parameters())
     # Not while the layers were built: Megatron would number them as those of one chunk.
     config.virtual_pipeline_model_parallel_size = len(layers.layers)

@@ -29,6 +29,12 @@ def clear() -> None:
     _tracker().clear()
 
 
+def zero() -> None:
+    """Begin anew as Megatron does after a step: in place, because CUDA graphs add to these tensors."""
+    for entry in _tracker().values():
+        _values(entry).zero_()
+
+
 def by_name() -> dict[str, torch.Tensor]:
     """The losses logged since the reset, per layer."""
     return {name: _values(entry).clone() for name, entry in _tracker().items()}

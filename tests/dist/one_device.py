@@ -114,6 +114,10 @@ OF_TWO = [
     RankCase("an exception halfway", "exception", _STACK),
     RankCase("placed reductions", "reductions", dataclasses.replace(_STACK, name="reductions", degree=2)),
     RankCase("CUDA graphs, 1F1B", "graphs", _STACK),
+    RankCase(
+        "CUDA graphs of whole passes, 1F1B, one budget exceeded", "graphs",
+        dataclasses.replace(_STACK, name="whole-passes", fixed_rows=True),
+    ),
     RankCase("partners", "partners", _of_parity("stack-ddmm"), _FORM),
     RankCase("partners", "partners", _of_parity("degree4-ampipe-thread"), Partner(2)),
     RankCase("Transformer Engine", "passes", _of_engine("engine-ep2"), needs=_TE),
@@ -424,16 +428,33 @@ def _trained(layer: Any, case: Case, reductions: Any) -> dict[str, Any]:
 
 
 def _graphs(one: RankCase) -> Found:
-    """Steps of three micro-batches in 1F1B order: one warms up, one captures, two replay."""
+    """Steps of three micro-batches in 1F1B order: one warms up, one captures, two replay.
+
+    With fixed rows, a graph is a whole pass; the last step exceeds a budget, and is repeated with exact rows.
+    """
     import torch
 
     from tests.dist.blocks import capture, differences
     from tests.dist.micro_batches import step_in_order
+    from tests.dist.test_fixed_rows import fixed_rows_of
+    from tests.dist.test_whole_graphs import set_budgets, use_budget
 
     stock, ours = _layers(one.case)
-    capture(ours, ("attn", "moe_router", "moe_preprocess"), warm_up=3)
+    is_fixed = one.case.fixed_rows
+    capture(ours, {"full"} if is_fixed else ("attn", "moe_router", "moe_preprocess"), warm_up=3)
+    rows = fixed_rows_of(ours)
+    if is_fixed:
+        rows.is_watched = True
+        step_in_order(ours, one.case, "F0 F1 B0 F2 B1 B2")
+        set_budgets(rows, device="cuda")
     found = {}
-    for number in range(4):
+    for number in range(5 if is_fixed else 4):
+        if number == 4:
+            use_budget(rows._chunks[-1], lambda count: count // 8, device="cuda")
+            rows.begin_step()
+            step_in_order(ours, one.case, "F0 F1 B0 F2 B1 B2")
+            found["exceeded, in place of 1"] = 1.0 - rows.overflow(torch.device("cuda")).item()
+            rows.is_active = False
         for layer in (stock, ours):
             layer.zero_grad()
         results = [step_in_order(layer, one.case, "F0 F1 B0 F2 B1 B2") for layer in (stock, ours)]

@@ -172,7 +172,12 @@ def test_ranks_that_read_different_plans_all_stop() -> None:
     from megatron_ampipe.launch.auto import Agreement
     from megatron_ampipe.schedule import Pipeline
 
-    agreement = Agreement(Pipeline.of(4 if torch.distributed.get_rank() == 3 else 2))
+    rank = torch.distributed.get_rank()
+    custom = Pipeline.of(2, schedule="tests.schedules:interleaved")
+    Agreement(custom, ["the same"]).before_step()
+    with pytest.raises(RunFailed, match=r"^tests\.schedules:interleaved returns another order on rank 2 th"):
+        Agreement(custom, ["the same", str(rank == 2)]).before_step()
+    agreement = Agreement(Pipeline.of(4 if rank == 3 else 2))
     said = r"^rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2.* where every rank can read it"
     with pytest.raises(RunFailed, match=said):
         agreement.before_step()

@@ -169,7 +169,8 @@ def test_an_environment_of_the_order_of_kernels_is_tried(tmp_path: Path) -> None
 REQUIRED = {
     "experts on two ranks (EP2)", "exchange ranks", "exchange nodes", "exchange 2dh", "tensor parallel (TP2)",
     "tensor parallel (TP2 x EP2)", "context parallel (CP2)", "interleaved pipeline stages",
-    "bf16, prescribed experts", "placed reductions", "partners", "CUDA graphs, 1F1B", "an exception halfway",
+    "bf16, prescribed experts", "placed reductions", "partners", "CUDA graphs, 1F1B",
+    "CUDA graphs of whole passes, 1F1B, one budget exceeded", "an exception halfway",
     "evaluation between", "Transformer Engine", "Transformer Engine, separate weight gradients",
     "the host waits for nothing (TP2)",
 }  # fmt: skip

@@ -100,7 +100,8 @@ REFUSED = {
     ),
     "word-unknown": (
         "config --ampipe-schedule lance",
-        "--ampipe-schedule lance: is not one of its values. Did you mean lancet?",
+        "--ampipe-schedule lance: is neither package.module:function nor one of ampipe, moe-only, lancet, "
+        "joined, sequential. Did you mean lancet?",
     ),
     "no-value": ("config --num-layers", "--num-layers: expected one argument. Write its value after it, or"),
     "config-flag": ("config --num_layers 2", "--num_layers 2: there is no such flag. Did you mean --num-la"),
@@ -139,6 +140,11 @@ REFUSED = {
     "no-micro-batch": (
         "config --ampipe-config tiny --mock-data --ranks 2",
         "--micro-batch-size (not given): Megatron needs it with these arguments. Add --micro-b",
+    ),
+    "custom-schedule": (
+        "train --ampipe-degree 2 --ampipe-schedule tests.schedules:loses_a_stage",
+        "--ampipe-schedule tests.schedules:loses_a_stage: for degree 2: the forward order lacks combine.1. "
+        "Change the function (docs/schedules.md), or use --ampipe-schedule ampipe.",
     ),
     "schedule-at-degree-1": ("train --ampipe-schedule ampipe", "has no effect at --ampipe-degree 1, which"),
     "exchange-in-one-chunk": (

@@ -96,7 +96,12 @@ TRAININGS: dict[str, Training] = {
     # Real text: what evaluates, what is traced, what a run goes on from, and gradients in full precision.
     "text": Training(
         flags=REAL_TEXT + "--eval-iters 1 --eval-interval 2",
-        ours=(f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace", f"{BLOCKS} --ampipe-schedule joined", PARTNER),
+        ours=(
+            f"{BLOCKS} --ampipe-trace-dir {{folder}}/trace",
+            f"{BLOCKS} --ampipe-schedule joined",
+            PARTNER,
+            f"{STACK} --ampipe-schedule tests.schedules:interleaved",
+        ),
         text="text",
         # The trace is that of the unbroken run.
         restarts=((0, 1), (2, 0), (3, 1)),
@@ -253,6 +258,14 @@ TRAININGS: dict[str, Training] = {
         flags=EP + ROPE + "--seq-length 64 --split 100,0,0 --micro-batch-size 2 --sft "
         "--no-create-attention-mask-in-dataloader",
         said=("documents packed",),
+        text="text",
+        stand_ins="conversations",
+    ),
+    # Ranks share each conversation. In Megatron's loader, masked tokens are weighted right only like this.
+    "conversations-context": Training(
+        flags=CP + EP + ROPE + "--seq-length 64 --split 100,0,0 --sft --calculate-per-token-loss "
+        "--no-create-attention-mask-in-dataloader",
+        said=("documents packed", "--cp-comm-type all_gather in pipelined blocks, in place of p2p"),
         text="text",
         stand_ins="conversations",
     ),

@@ -16,6 +16,7 @@ from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.files.inputs import config_names
 from megatron_ampipe.files.outputs import ReportView
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.schedule import BlockFeatures, build
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import machine, network, prediction, result, training
 from megatron_ampipe.tools.measuring.bench_job import BenchJob, Variant
@@ -130,6 +131,11 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--ranks 4 --ranks-per-node 2 --link emulated:1gbit --emulate-peers", "with emulated peers"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3 is for trainings; add --end-to-end"),
+        ("--imbalance 0.5", "--imbalance 0.5: the busiest of 2 expert-parallel ranks has 1 to "),
+        ("--imbalance 3", "--imbalance 3: the busiest of 2 expert-parallel ranks has 1 to "),
+        ("--imbalance 1.5 --end-to-end", "a training changes the bias of its routers"),
+        ("--imbalance 1.5 --link emulated:1gbit --emulate-peers", "emulated peers send what they get"),
+        ("--routing /absent", "--routing /absent: has no file of a recorded routing"),
         ("--end-to-end --link emulated:1gbit --emulate-peers", "--emulate-peers: a training needs"),
     ],
 )
@@ -213,6 +219,19 @@ def test_every_way_is_compared() -> None:
     # Strategies of single chunks are for one degree.
     in_two = four(backward_degree=2, memory="rebuild/keep")
     assert compared("--degrees 1,4:2 --memory rebuild/keep") == [one(), in_two]
+
+
+def test_a_custom_order_is_compared_and_stays_in_the_result() -> None:
+    name = "tests.schedules:interleaved"
+    (variant,) = compared(f"--schedules {name} --degrees 2")
+    row = result.described(variant, JOB)
+    assert (row["schedule"], variant.pipeline.name) == (name, name)
+    order = prediction.pipeline_of(row).order
+    assert order is not None and order == variant.pipeline.order
+    assert order == build(name, degree=2, features=BlockFeatures(chunked_qkv=True))
+    # A training gets the flag.
+    (trained,) = compared(f"--schedules {name} --degrees 2 --stack all --end-to-end")
+    assert trained.pipeline.flags[2:4] == ["--ampipe-schedule", name]
 
 
 def test_the_exchanges_of_a_case_are_those_that_save_something() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
@@ -35,13 +34,17 @@ from megatron_ampipe.schedule import (
     unrolled,
     with_memory,
 )
+from tests import schedules
+from tests.schedules import interleaved
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 DENSE = BlockFeatures(dense=True, chunked_qkv=True)
 RECOMPUTED = decide(RecomputeRequest(full=True))
 EXPERTS = BlockFeatures(losses=True, shared=True, ordered_routing=True, chunked_qkv=True)
 
-names = st.sampled_from(SCHEDULE_NAMES)
+INTERLEAVED = f"{interleaved.__module__}:{interleaved.__name__}"
+"""The example of docs/schedules.md."""
+names = st.sampled_from((*SCHEDULE_NAMES, INTERLEAVED))
 memories = st.sampled_from(sorted(STRATEGIES))
 degrees = st.tuples(st.integers(1, 5), st.integers(1, 4)).flatmap(
     lambda pair: st.sampled_from([(pair[0] * pair[1], pair[0]), (pair[0], pair[0] * pair[1])])
@@ -121,10 +124,6 @@ def test_a_period_of_one_block_is_its_schedule(
 ROWS = replace(PLAIN, row_links="network", gathers_rows=True)
 
 
-def test_every_named_schedule_is_a_choice_of_the_flag() -> None:
-    assert set(SETTING["schedule"].choices or ()) == set(SCHEDULE_NAMES)
-
-
 def test_a_block_that_an_order_does_not_fit_runs_the_schedule_of_its_name() -> None:
     """Such as a layer without attention, or of multi-token prediction, with a plan for the others."""
     order = build("lancet", degree=2, features=PLAIN)
@@ -177,6 +176,101 @@ def test_a_wrong_order_is_refused() -> None:
     other = build("ampipe", degree=3, features=PLAIN)
     with pytest.raises(BadInput, match="has degree 3, which neither divides the forward degree 4"):
         check(Schedule("mine", 4, schedule.forward, other.backward, 3), [PLAIN])
+
+
+def changed(*parts: tuple[str, str]) -> str:
+    """The text of the example at degree 2, with parts replaced."""
+    text = interleaved(2, PLAIN)
+    for before, after in parts:
+        assert before in text
+        text = text.replace(before, after, 1)
+    return text
+
+
+TURNED = changed(
+    ("dispatch.1 combine.0", "combine.0 dispatch.1"), ("expert.0 shared.1 expert.1", "expert.1 expert.0")
+)
+WRONG_ORDERS: dict[str, tuple[object, str]] = {
+    "lost": (changed((" expert.1", "")), "the forward order lacks expert.1."),
+    "lost-backward": (changed((" dispatch.1 dispatch.0", "")), "the backward order lacks"),
+    "all-lost": ("schedule mine degree 2", "the forward order lacks qkv.0 qkv.1 attention.0 attention.1."),
+    "early": (
+        changed(("qkv.0 attention.0 route.0", "attention.0 qkv.0 route.0")),
+        "the forward order can never finish: compute waits at attention.0 for qkv.0; comm waits at counts.0",
+    ),
+    "deadlock": (
+        TURNED,
+        "the forward order can never finish: compute waits at expert.1 for dispatch.1; comm waits at combine",
+    ),
+    "twice": (changed((" expert.1", " expert.1 expert.1")), "the forward order lists expert.1 twice."),
+    "lane": (
+        changed((" merge.0", ""), ("combine.1\n", "combine.1 merge.0\n")),
+        "forward) computes merge.0 in the communication lane comm.",
+    ),
+    "unknown": (changed(("expert.1", "expret.1")), "expret.1 is not a stage of a block of degree 2."),
+    "chunk": (changed(("expert.1", "expert.2")), "expert.2 is not a stage of a block of degree 2."),
+    "degree": (interleaved(4, PLAIN), "the line 'degree 4 backward 4' is not 'degree 2'; the two"),
+    "repeats": (changed(("degree 2", "degree 2 repeats")), "the word 'repeats' is for plan files: layers"),
+    "counts-backward": (
+        changed(("backward comm: ", "backward comm: counts.0 ")),
+        "the backward order has a stage counts.0, which this block does not have in this pass.",
+    ),
+    "weights-forward": (
+        changed(("forward compute: ", "forward compute: expert-weights.0 ")),
+        "the forward order has a stage expert-weights.0, which this block does not have in this pass.",
+    ),
+    "other-layer": (changed(("qkv.0", "qkv.0@1")), "the forward order lacks qkv.0."),
+    "nothing": (None, "NoneType is neither the text of a schedule nor a Schedule."),
+    "error": (ZeroDivisionError("by zero"), "fails: ZeroDivisionError: by zero."),
+}
+"""What a function at degree 2 returns or raises, and why it is refused."""
+
+
+@pytest.mark.parametrize("name", WRONG_ORDERS)
+def test_a_wrong_custom_order_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned, message = WRONG_ORDERS[name]
+
+    def wrong(degree: int, features: BlockFeatures) -> object:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    monkeypatch.setattr(schedules, "wrong", wrong, raising=False)
+    # It knows a function by its name.
+    build.cache_clear()
+    with pytest.raises(BadInput) as error:
+        build("tests.schedules:wrong", degree=2, features=PLAIN)
+    assert (error.value.name, error.value.value) == ("--ampipe-schedule", "tests.schedules:wrong")
+    assert error.value.rule.startswith("for degree 2: ") and message in f"{error.value.rule}."
+    assert error.value.remedy.endswith("or use --ampipe-schedule ampipe.")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("interleave", "is neither package.module:function nor one of ampipe,"),
+        ("ampip", "Did you mean ampipe?"),
+        ("tests.schedules:absent", "cannot be imported: AttributeError: .*PYTHONPATH on every rank"),
+        ("tests.no_schedules:absent", "cannot be imported: ModuleNotFoundError: "),
+        ("tests.schedules:BlockFeatures", "is no function"),
+    ],
+)
+def test_a_name_of_no_function_is_refused(name: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        build(name, degree=2, features=PLAIN)
+
+
+def test_a_custom_order_may_be_a_schedule_and_may_name_what_a_block_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = build(INTERLEAVED, degree=2, features=PLAIN)
+    monkeypatch.setattr(
+        schedules, "other", lambda degree, features: from_text(interleaved(degree, features)), raising=False
+    )
+    assert replace(build("tests.schedules:other", degree=2, features=PLAIN), name=INTERLEAVED) == text
+    assert "shared.0" in interleaved(2, PLAIN) and "shared" not in to_text(text)
+    others = to_text(build(INTERLEAVED, degree=2, features=replace(EXPERTS, nodes=True)))
+    assert {"losses", "spread.1", "collect.0", "shared.1"} <= set(others.split())
 
 
 WRONG_OF_CHUNKS = ("qkv.2", "expert", "expert.2", "expert.-1", "moe.0", "mlp")

@@ -23,7 +23,7 @@ from rich.table import Table
 from megatron_ampipe.files import inputs, outputs
 from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.plan.simulate import direction_bound
-from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text
+from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text, to_text
 from megatron_ampipe.tools.measuring.bench_job import CONTROL, BenchJob, Variant
 from megatron_ampipe.tools.measuring.reports import CaseReport, VariantReport
 
@@ -121,6 +121,8 @@ def described(variant: Variant, job: BenchJob) -> Report:
         "exchange": pipeline.exchange,
         "wire": variant.wire,
         "partner": None if pipeline.partner is None else pipeline.partner.order,
+        # A custom one: a name says nothing to a reader who lacks the function.
+        **({} if pipeline.order is None else {"order": to_text(pipeline.order)}),
     }
 
 

@@ -1,0 +1,224 @@
+"""Blocks whose passes are one CUDA graph each, over a stand-in for graphs, compared with stock."""
+
+import dataclasses
+import math
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import cuda_graph_standin
+from tests.dist.cases import FIXED_ROWS, GLOBAL_AUX, LARGE, LATENT_EXPERTS, SHARED, TP, Case
+from tests.dist.test_cuda_graphs import INTERLEAVED, MOVED, ORDERS
+
+TOLERANCE = 1e-5
+PASSES = 5
+"""One learns budgets, one warms up, one captures, two replay."""
+OPTIONS: dict[str, Any] = {"fixed_rows": True, "executor": "sequential"}
+STACK = OPTIONS | {"layers": "mm", "stack": 0}
+_ALIKE = (
+    "degree2", "stack2", "one-expert-each", "probs-on-input", "odd-ffn", "lancet", "lancet-uncut",
+    "ep4-degree2",
+)  # fmt: skip
+"""Cases that capture nothing that no other case has."""
+CASES = [
+    # On the calling thread: a capture does not see what others do.
+    *(
+        dataclasses.replace(case, executor="cuda" if case.executor == "cuda" else "sequential")
+        for case in FIXED_ROWS
+        if case.name.removeprefix("fixed-") not in _ALIKE
+    ),
+    Case("fixed-cuda-executor-lancet", fixed_rows=True, executor="cuda", schedule="lancet", model=LARGE),
+    Case("fixed-latent-experts", model=LATENT_EXPERTS | GLOBAL_AUX, **OPTIONS),
+    Case(
+        "fixed-joined-stack-tp", schedule="joined", layers="mm", stack=0, parallel=TP, model=LARGE, **OPTIONS
+    ),
+    Case(
+        "fixed-fused", layers="mm", stack=0, model=LARGE | {"gradient_accumulation_fusion": True}, **OPTIONS
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins() -> Any:
+    from megatron_ampipe.exchange import fixed_rows
+
+    with cuda_graph_standin.stand_ins(), mock.patch.object(fixed_rows, "PADDING", math.nan):
+        yield
+
+
+def captured(case: Case) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
+    """Megatron's layers, and AMPipe's with graphs of whole passes; and the state of their fixed rows."""
+    from megatron_ampipe.layers.context import WHOLE_PASSES
+    from tests.dist.blocks import build_layers, capture
+    from tests.dist.test_fixed_rows import fixed_rows_of
+
+    stock, ours = build_layers(case)
+    capture(ours, WHOLE_PASSES)
+    state = fixed_rows_of(ours)
+    state.is_watched = True
+    return stock, ours, state
+
+
+def set_budgets(state: Any, *, at_least: int = 8, device: str = "cpu") -> None:
+    """Learn budgets of the passes so far, large enough for other inputs; passes then use them."""
+    state.end_step()
+    state.learn(3.0)
+    for chunk in state._chunks:
+        use_budget(chunk, lambda rows: max(rows, at_least), device=device)
+    state.is_active = True
+
+
+def use_budget(chunk: Any, change: Any, *, device: str = "cpu") -> None:
+    """Change the number of rows of each pair of ranks."""
+    rows = tuple(tuple(map(change, row)) for row in chunk.budget.rows)
+    chunk.use(dataclasses.replace(chunk.budget, rows=rows), torch.device(device))
+
+
+def exceeds(state: Any) -> bool:
+    """Whether a count of the passes since the last step was above its budget."""
+    return bool(state.overflow(torch.device("cpu")))
+
+
+def of_ranks(cases: list[Case]) -> list[Any]:
+    """The cases as parameters, each on its ranks."""
+    return [pytest.param(case, id=case.name, marks=pytest.mark.ranks(case.world_size)) for case in cases]
+
+
+def zero_main_grads(*layers: torch.nn.Module) -> None:
+    """As Megatron's data parallelism before a step."""
+    for layer in layers:
+        for parameter in layer.parameters():
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+                parameter.grad_added_to_main_grad = False
+
+
+def change_weights(*layers: torch.nn.Module) -> None:
+    """As an optimizer does: in place."""
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.mul_(0.9)
+
+
+@pytest.mark.parametrize("case", of_ranks(sorted(CASES, key=lambda case: str(case.parallel))))
+def test_replays_equal_stock(case: Case) -> None:
+    from tests.dist.blocks import inputs_of, run, wrong
+
+    stock, ours, state = captured(case)
+    rank = torch.distributed.get_rank()
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(PASSES):
+        inputs = inputs_of(case, rank=rank + 10 * number, dtype=torch.float32)
+        if inputs.rotary is not None:
+            inputs = inputs._replace(rotary=inputs.rotary * (1 + number))
+        zero_main_grads(stock, ours)
+        expected, found = (run(layer, case, inputs=inputs) for layer in (stock, ours))
+        assert wrong(expected, found, TOLERANCE) == {}, f"pass {number} differs from stock"
+        # One graph for each pass of the stack.
+        assert len(cuda_graph_standin.REPLAYS) == 2 * max(0, number - 1)
+        if number == 0:
+            set_budgets(state)
+        assert not exceeds(state), "the budgets of the test are too small"
+        with_gradient = [p for p in ours.parameters() if not getattr(p, "grad_added_to_main_grad", False)]
+        returned = [*found.values(), *(parameter.grad for parameter in with_gradient)]
+        kept += [(tensor, tensor.clone()) for tensor in returned if tensor is not None]
+        change_weights(stock, ours)
+    assert all(torch.equal(*pair) for pair in kept), "what a pass has returned is overwritten by a later one"
+
+
+IN_FLIGHT = Case("in-flight", degree=2, layers="mm", rope=True, model=LARGE | SHARED, **OPTIONS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("orders", "stack"),
+    [
+        pytest.param([ORDERS["1f1b"]], 0, id="1f1b"),
+        pytest.param([*reversed(ORDERS.values())], 0, id="changing"),
+        pytest.param([*INTERLEAVED.values()], 1, id="interleaved-changing"),
+    ],
+)
+def test_several_micro_batches_in_flight(orders: list[str], stack: int) -> None:
+    from tests.dist.blocks import wrong
+    from tests.dist.micro_batches import step_in_order
+
+    stock, ours, state = captured(dataclasses.replace(IN_FLIGHT, stack=stack))
+    for number in range(max(4, len(orders) + 2)):
+        order = orders[number % len(orders)]
+        found = []
+        for layer in (stock, ours):
+            layer.zero_grad()
+            model_chunks = layer.layers if ".1" in order else ()
+            found.append(step_in_order(layer, IN_FLIGHT, order, model_chunks=model_chunks))
+        assert wrong(*found, TOLERANCE) == {}, f"iteration {number}, {order}"
+        if number == 0:
+            set_budgets(state)
+        assert not exceeds(state), "the budgets of the test are too small"
+    assert cuda_graph_standin.REPLAYS and cuda_graph_standin.num_reused()
+
+
+@pytest.mark.ranks(2)
+def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen() -> None:
+    from tests.dist.blocks import inputs_of, run, wrong
+
+    case = Case("budgets", degree=2, layers="mm", stack=1, model=LARGE, **OPTIONS)
+    stock, ours, state = captured(case)
+    rank = torch.distributed.get_rank()
+
+    def step(number: int) -> tuple[dict[str, float], int]:
+        """What differs from stock, and how many graphs were replayed."""
+        state.begin_step()
+        before = len(cuda_graph_standin.REPLAYS)
+        inputs = inputs_of(case, rank=rank + 10 * number, dtype=torch.float32)
+        expected, found = (run(layer, case, inputs=inputs) for layer in (stock, ours))
+        return wrong(expected, found, TOLERANCE), len(cuda_graph_standin.REPLAYS) - before
+
+    assert step(0) == ({}, 0)
+    set_budgets(state)
+    # Both stacks warm up, then are captured.
+    assert [step(number) for number in range(3)] == [({}, 0), ({}, 4), ({}, 4)]
+    graphs = [weakref.ref(graph) for graph in cuda_graph_standin.CAPTURED]
+    use_budget(state._chunks[0], lambda rows: rows + 1)
+    assert step(3) == ({}, 4) and step(4) == ({}, 4)
+    # The graphs of the other stack stay.
+    assert len(graphs) == len(cuda_graph_standin.CAPTURED) == 4
+    assert sum(graph() is not None for graph in graphs) == 2
+    assert not exceeds(state)
+    use_budget(state._chunks[-1], lambda rows: rows // 8)
+    _, captured_now = step(5)
+    assert captured_now == 4 and exceeds(state)
+    # Every replay counts anew.
+    state.begin_step()
+    assert not exceeds(state)
+    _, replayed = step(5)
+    assert replayed == 4 and exceeds(state)
+    # The repeat of a step has exact rows, and no graph.
+    state.is_active = False
+    assert step(5) == ({}, 0)
+    state.is_active = True
+    use_budget(state._chunks[-1], lambda rows: 32)
+    assert step(5) == ({}, 4) and not exceeds(state)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("case", "move"), [pytest.param(*pair, id=pair[0].name) for pair in MOVED])
+def test_graphs_whose_memory_has_moved_are_captured_again(case: Case, move: Any) -> None:
+    from tests.dist.blocks import run, wrong
+
+    case = dataclasses.replace(case, **OPTIONS)
+    stock, ours, state = captured(case)
+    rank = torch.distributed.get_rank()
+    for number in range(PASSES):
+        zero_main_grads(stock, ours)
+        expected, found = (run(layer, case, rank=rank + 10 * number) for layer in (stock, ours))
+        assert wrong(expected, found, TOLERANCE) == {}, f"pass {number} differs from stock"
+        if number == 0:
+            set_budgets(state)
+        change_weights(stock, ours)
+        move(stock)
+        move(ours)
+    assert len(cuda_graph_standin.REPLAYS) == 2 * (PASSES - 2)
