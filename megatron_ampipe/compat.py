@@ -15,7 +15,7 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -369,6 +369,14 @@ def logged_losses() -> dict[str, Any]:
         if hasattr(value, "zero_") and not name.startswith("cumulative"):
             found[f"multi-token prediction: {name}"] = value
     return found
+
+
+def graph_modules(names: Sequence[str]) -> list[object]:
+    """The values of Megatron's ``--cuda-graph-modules`` (in 0.17 a scope) with these names, as validated."""
+    from megatron.core.transformer import enums
+
+    kinds = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
+    return [kinds[name] for name in names]
 
 
 def global_buffers() -> list[Any]:

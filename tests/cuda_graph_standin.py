@@ -105,6 +105,8 @@ class RecordedGraph:
         self._recorder: _Recorder | None = None
         self.pool: Any = None
         self.generators: list[torch.Generator] = []
+        self._states: dict[torch.Generator, Tensor] = {}
+        """Before the capture."""
 
     @property
     def is_capturing(self) -> bool:
@@ -122,6 +124,7 @@ class RecordedGraph:
         assert self._recorder is None and not self._calls, "a second capture"
         self.pool, self._recorder = pool, _Recorder(self)
         CAPTURED.add(self)
+        self._states = {generator: generator.get_state() for generator in self.generators}
         self._left = {id(block): (block, None) for block in POOLS[pool] if not block.is_free}
         self._recorder.__enter__()
 
@@ -134,6 +137,8 @@ class RecordedGraph:
             for memory, contents in self._before.values():
                 memory.copy_(contents)
             self._before.clear()
+            for generator, state in self._states.items():
+                generator.set_state(state)
             for tensor in self._made.values():
                 _poison(tensor)
             for key, (block, contents) in self._left.items():
@@ -147,9 +152,11 @@ class RecordedGraph:
         assert name not in READS | _SENDS, f"{name}: not permitted when a stream is capturing"
         if name.startswith("c10d::"):
             return self._record_collective(operation, args, kwargs)
-        # Attention has the tag because it can drop values, which is refused at start-up.
+        # Attention has the tag because it can drop values, which runs without a graph.
         draws = torch.Tag.nondeterministic_seeded in operation.tags and "scaled_dot_product" not in name
-        assert not draws, f"{name}: a replay would draw other numbers"
+        if draws:
+            assert FORKED and FORKED[-1] in self.generators, f"{name}: a replay would draw the same numbers"
+            kwargs = kwargs | {"generator": FORKED[-1]}
         given = _tensors((args, kwargs))
         for place, argument in enumerate(schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -312,6 +319,34 @@ def stand_ins() -> Iterator[None]:
         mock.patch.object(backends, "causal_lower_right", _causal_lower_right),
     ):
         yield
+
+
+FORKED: list[torch.Generator] = []
+"""The generators of which operations draw at present, the last one first."""
+
+
+class GraphSafeTracker:
+    """In place of Transformer Engine's tracker of random states: operations draw from a generator of it.
+
+    A graph in which the generator is registered draws from it in every replay, and not when it is captured.
+    """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    @contextlib.contextmanager
+    def fork(self, _name: str = "") -> Iterator[None]:
+        """As in Transformer Engine."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        FORKED.append(self.generator)
+        try:
+            yield
+        finally:
+            FORKED.pop()
+            if not _is_capturing():
+                self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
 
 
 def _is_capturing() -> bool:

@@ -87,7 +87,8 @@ def make_context(run: Run) -> AMPipeContext:
         gate=run.gate,
         wire=None if settings.wire is None else load_wire(settings.wire),
         graph_warm_up=environment.graph_warm_up,
-        graph_modules=run.graph_modules,
+        graph_modules=run.graphs.modules,
+        left_out_of_graphs=run.graphs.left_out,
         fixed_rows=FixedRows() if settings.rows == "fixed" else None,
     )
     # Without training, models are not wrapped, and nothing is reduced.

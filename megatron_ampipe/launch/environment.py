@@ -184,17 +184,6 @@ def waits_for_stage(args: Parsed) -> bool:
     return stages > 1 and args.virtual_pipeline_model_parallel_size is None
 
 
-def no_partner(args: Parsed) -> str | None:
-    """Why passes cannot run together with those of another micro-batch; None if they can."""
-    if waits_for_stage(args):
-        return "a pipeline stage without virtual stages waits for the next stage before every backward pass"
-    if getattr(args, "use_megatron_fsdp", None):
-        return "Megatron-FSDP gathers parameters for one pass at a time"
-    if captured_modules(args):
-        return "a CUDA graph is a part of one pass"
-    return None
-
-
 def partnered_share(args: Parsed, settings: Settings) -> float:
     """The share of a step's passes that Megatron's loops can run together with another micro-batch's pass."""
     if not settings.partner or waits_for_stage(args):
@@ -245,18 +234,6 @@ def reads_masks(args: Parsed) -> bool:
         and args.context_parallel_size == 1
         and (args.window_size is None or args.window_attn_skip_freq is not None)
     )
-
-
-def captured_modules(args: Parsed) -> tuple[str, ...]:
-    """The modules that Megatron's flags ask to capture as CUDA graphs; empty without CUDA graphs."""
-    if getattr(args, "cuda_graph_impl", None) not in ("local", "transformer_engine"):
-        return ()
-    # The name in this version of Megatron, and those in older ones.
-    names = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
-    given = [value for name in names if (value := getattr(args, name, None))]
-    first: object = given[0] if given else "full"
-    modules: list[object] = first if isinstance(first, list) else [first]
-    return tuple(str(getattr(module, "name", module)) for module in modules)
 
 
 def exchanges_of(args: Parsed, per_node: int | None) -> tuple[Exchange, ...]:

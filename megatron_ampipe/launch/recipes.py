@@ -25,6 +25,7 @@ from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
+from megatron_ampipe.launch.captured import MAMBA, captured_modules
 from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.run import Run, switch_off_overlaps
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
@@ -85,6 +86,7 @@ def switch_on(recipe: object, *, degree: int, **options: Unpack[Options]) -> Non
         return
     arguments = _arguments(recipe, model, capacity_scope=run.settings.capacity_scope)
     refuse_unsupported(run.settings, run.pipeline, arguments)
+    _refuse_graphs(arguments)
     for part in (model, *_overlaps_of_bridge(recipe)):
         switch_off_overlaps(part)
     if getattr(arguments, "use_megatron_fsdp", False):
@@ -95,6 +97,16 @@ def switch_on(recipe: object, *, degree: int, **options: Unpack[Options]) -> Non
     # Megatron's own configuration of a hybrid model can only hold a specification.
     is_of_megatron = type(model).__module__.startswith("megatron.training.")
     setattr(model, name, layers(model) if name == HYBRID and is_of_megatron else layers)
+
+
+def _refuse_graphs(arguments: Arguments) -> None:
+    """Raise :class:`BadInput` if Megatron would capture pipelined layers as a whole."""
+    if not {*captured_modules(arguments)} <= {MAMBA}:
+        rule = (
+            "a graph of Megatron's would hold a layer's transfers; only a launch with flags captures stages"
+        )
+        remedy = "Use cuda_graph_impl none, or start the run with -m megatron_ampipe.pretrain_gpt."
+        raise BadInput("cuda_graph_impl", arguments.cuda_graph_impl, rule=rule, remedy=remedy)
 
 
 def _overlaps_of_bridge(recipe: object) -> list[object]:
@@ -153,6 +165,7 @@ def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Call
         recipe = SimpleNamespace(train=SimpleNamespace(seq_length=given["max_sequence_length"], **given))
         arguments = _arguments(recipe, transformer, capacity_scope=run.settings.capacity_scope)
         refuse_unsupported(run.settings, run.pipeline, arguments)
+        _refuse_graphs(arguments)
         switch_off_overlaps(transformer)
         if any(base.__module__.startswith(_MCORE_BRIDGE) for base in kind.__mro__):
             given[name] = _with_megatrons_classes(given[name], transformer)

@@ -14,9 +14,9 @@ from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings, parse_iterations
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.captured import captured_modules, captured_stages, captures_passes
 from megatron_ampipe.launch.environment import (
     PARTNER_FLAG,
-    captured_modules,
     exchanges_of,
     layout_of_args,
     ranks_per_node,
@@ -310,39 +310,36 @@ def _keeps_other_tensors(args: Arguments) -> str | None:
     return _set(args, "--fp8-format", "--use-transformer-engine-op-fuser")
 
 
-_CAPTURED = ("attn", "mlp", "moe_router", "moe_preprocess")
+_CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
 
 
-_NOT_WITH_GRAPHS = (
-    "--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-partner", "--ampipe-memory",
-    "--ampipe-memory-budget", "--fine-grained-activation-offloading", "--ampipe-exchange",
-    "--ampipe-condense", "--ampipe-router", "--recompute-granularity", "--fp8-format",
-    "--use-megatron-fsdp", "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
+def _captures_stages(args: Arguments) -> bool:
+    """Whether graphs are of stages, or of Mamba layers, rather than of whole passes."""
+    return not captures_passes(args) and not captured_stages(args).is_empty
+
+
+def _chooses_without_graphs(args: Arguments) -> str | None:
+    """The flag with which AMPipe predicts or measures what blocks without graphs would do."""
+    flag = _set(args, *_CHOOSING)
+    if flag is None and args.ampipe_degree == AUTO:
+        flag = "--ampipe-degree"
+    return _with(args, _GRAPHS, flag) if _captures_stages(args) else None
+
+
+_NOT_WITH_WHOLE_PASSES = (
+    *_CHOOSING, "--ampipe-partner", "--ampipe-memory", "--fine-grained-activation-offloading",
+    "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--fp8-format", "--use-megatron-fsdp",
+    "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
     "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
     "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
 )  # fmt: skip
-"""Flags that forbid CUDA graphs, unless their value is one of ``_USUAL``."""
+"""Flags that forbid graphs of whole passes, unless their value is one of ``_USUAL``."""
 _USUAL = (None, False, 0, KEEP, Exchange.ROWS)
-
-
-_NOT_WITH_WHOLE_PASSES = tuple(flag for flag in _NOT_WITH_GRAPHS if flag != "--recompute-granularity")
-"""The same of graphs of whole passes."""
-
-
-def _captures_passes(args: Arguments) -> bool:
-    """Whether a CUDA graph is a whole pass: Megatron's graphs of whole layers, with rows of fixed number."""
-    return _has_fixed_rows(args) and captured_modules(args) == ("full",)
-
-
-def _captures_too_much(args: Arguments) -> str | None:
-    if _captures_passes(args):
-        return None
-    return next((name for name in captured_modules(args) if name not in _CAPTURED), None)
 
 
 def _cannot_capture_passes(args: Arguments) -> str | None:
     """The value of ``--cuda-graph-impl``, with the flag that forbids whole passes; None if there is none."""
-    if not _captures_passes(args):
+    if not captures_passes(args):
         return None
     forbidden = {
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
@@ -358,25 +355,17 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
     return None if conflict is None else f"{args.cuda_graph_impl} with {conflict}"
 
 
-def _cannot_capture(args: Arguments) -> str | None:
-    """The value of ``--cuda-graph-impl``, with the flag that forbids it; None if graphs can be captured."""
-    implementation = args.cuda_graph_impl
-    if _captures_passes(args):
-        return None
-    if not captured_modules(args):
-        return None if implementation in (None, "none") else implementation
-    forbidden = {
-        **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_GRAPHS},
-        "--ampipe-degree auto": args.ampipe_degree == AUTO,
-        "--ampipe-schedule": _names_weights(args),
-        "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
-        "--tensor-model-parallel-size": (args.tensor_model_parallel_size or 1) > 1,
-        "--context-parallel-size": (args.context_parallel_size or 1) > 1,
-        "--moe-router-load-balancing-type": balances(args),
-        "--moe-expert-capacity-factor": has_capacity(args),
-    }
-    conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
-    return None if conflict is None else f"{implementation} with {conflict}"
+def _places_reductions(args: Arguments) -> str | None:
+    is_placed = args.ampipe_grad_reduce == "placed" and _captures_stages(args)
+    return _with(args, _GRAPHS, "--ampipe-grad-reduce" if is_placed else None)
+
+
+def _has_partner(args: Arguments) -> str | None:
+    has_partner = bool(args.ampipe_partner) and _captures_stages(args)
+    return _with(args, _GRAPHS, "--ampipe-partner" if has_partner else None)
+
+
+_GRAPHS = "--cuda-graph-impl"
 
 
 _NOT_WITH_FIXED_ROWS = (
@@ -417,7 +406,7 @@ def _not_with_fixed_rows(args: Arguments) -> str | None:
     flag = _set(args, *_NOT_WITH_FIXED_ROWS)
     if flag is not None:
         return flag
-    if args.cuda_graph_impl not in (None, "none") and not _captures_passes(args):
+    if args.cuda_graph_impl not in (None, "none") and not captures_passes(args):
         return "--cuda-graph-impl"
     return None
 
@@ -643,19 +632,28 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.num_distributed_optimizer_instances > 1 and args.ampipe_grad_reduce == "placed",
     ),
     Refusal(
-        "--cuda-graph-modules",
-        "a graph has a fixed number of rows, and experts compute another one in every pass, so whole layers "
-        "and moe cannot be captured with exact rows; mamba layers stay Megatron's",
-        "Use --cuda-graph-modules attn moe_router moe_preprocess; or --ampipe-rows fixed without "
-        "--cuda-graph-modules, for whole passes; or --cuda-graph-impl none.",
-        _captures_too_much,
+        _GRAPHS,
+        "a graph of a whole iteration has a fixed number of rows, and experts another one in every pass",
+        "Use --cuda-graph-impl local or transformer_engine, of which stages in schedules are captured.",
+        lambda args: args.cuda_graph_impl == "full_iteration",
     ),
     Refusal(
-        "--cuda-graph-impl",
-        "graphs are captured of stages that run once, in an order that flags name, on the rows of one rank, "
-        "and that neither draw random numbers nor depend on documents or on other chunks",
-        "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
-        _cannot_capture,
+        _GRAPHS,
+        "what is predicted or tried is without graphs",
+        "Name the degree: --ampipe-degree 2, or use --cuda-graph-impl none.",
+        _chooses_without_graphs,
+    ),
+    Refusal(
+        _GRAPHS,
+        "a graph hands over its gradients when it ends, and not where a reduction is placed",
+        "Use --ampipe-grad-reduce stock, or --cuda-graph-impl none.",
+        _places_reductions,
+    ),
+    Refusal(
+        _GRAPHS,
+        "a graph is a part of one pass",
+        "Leave out --ampipe-partner, or use --cuda-graph-impl none.",
+        _has_partner,
     ),
     Refusal(
         "--cuda-graph-impl",

@@ -15,16 +15,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import choose_kernel
 from megatron_ampipe.block.settings import SETTING, Settings
+from megatron_ampipe.launch.captured import (
+    MAMBA,
+    CapturedStages,
+    captured_modules,
+    captured_stages,
+    no_partner,
+)
 from megatron_ampipe.launch.environment import (
     block_of_args,
-    captured_modules,
     environment_of,
     features_of_args,
     high_priority_groups,
     layers_split_weights,
-    no_partner,
     packs_documents,
     partnered_share,
     passes_in_flight,
@@ -107,11 +113,13 @@ def refuse(args: argparse.Namespace, run: Run) -> type | None:
 def _with_changed_arguments(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> Run:
     """The run with what pipelined blocks take over from Megatron, whose arguments are changed."""
     changed = adjust_arguments(args, run, on_gpu=on_gpu)
+    # Before recompute is taken over: what runs again is not captured.
+    graphs = take_over_graphs(args)
     return replace(
         run,
         adjustments={**run.adjustments, **changed},
         recomputed_layers=take_over_recompute(args, run),
-        graph_modules=take_over_graphs(args),
+        graphs=graphs,
     )
 
 
@@ -170,21 +178,25 @@ def take_over_recompute(args: argparse.Namespace, run: Run) -> float:
     return first if args.recompute_method == "block" else math.inf
 
 
-def take_over_graphs(args: argparse.Namespace) -> frozenset[str]:
+def take_over_graphs(args: argparse.Namespace) -> CapturedStages:
     """Replace Megatron's CUDA graphs of layers by graphs of the stages of pipelined blocks.
 
-    Returns the values of ``--cuda-graph-modules``.
+    Graphs of Mamba layers stay Megatron's. Returns what is captured.
     """
-    modules = captured_modules(args)
-    if modules:
+    graphs = captured_stages(args)
+    if not captured_modules(args):
+        return graphs
+    # In older versions of Megatron, the second is the only one.
+    names = [name for name in ("cuda_graph_modules", "cuda_graph_scope") if hasattr(args, name)]
+    for place, name in enumerate(names):
+        kept = [MAMBA] if graphs.keeps_mamba and place == 0 else []
+        setattr(args, name, compat.graph_modules(kept))
+    if not graphs.keeps_mamba:
         args.cuda_graph_impl = "none"
-        for name in ("cuda_graph_modules", "cuda_graph_scope"):
-            if hasattr(args, name):
-                setattr(args, name, [])
         # Megatron derives it from the implementation, and checks it again later.
         if hasattr(args, "inference_cuda_graph_scope"):
             args.inference_cuda_graph_scope = None
-    return frozenset(modules)
+    return graphs
 
 
 def adjust_arguments(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ampipe.block.settings import AUTO, SETTING, Given, Settings, check_given, given_settings
 from megatron_ampipe.launch import config_files, connections
+from megatron_ampipe.launch.captured import CapturedStages
 from megatron_ampipe.launch.environment import PARTNER_FLAG, Environment, ranks_per_node
 from megatron_ampipe.launch.refusals import offloads_experts
 from megatron_ampipe.launch.trials import Planner
@@ -93,8 +94,7 @@ class Run:
         memory_reason: Why the memory strategy was chosen; None if the flags say it.
         in_one_chunk: Name of a further schedule that ``--ampipe-degree auto`` tries at degree 1.
         recomputed_layers: See ``AMPipeContext``.
-        graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured; ``full``
-            for whole passes.
+        graphs: Which stages are captured as CUDA graphs.
         attention: The kernel of attention and why it was chosen; None where layers are Megatron's.
         adjustments: The changed flags of Megatron, each with the reason.
     """
@@ -116,7 +116,7 @@ class Run:
     memory_reason: str | None = None
     in_one_chunk: str | None = None
     recomputed_layers: float = 0
-    graph_modules: frozenset[str] = frozenset()
+    graphs: CapturedStages = field(default_factory=CapturedStages)
     attention: tuple[str, str] | None = None
     adjustments: Mapping[str, str] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ from megatron_ampipe import compat
 from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.errors import global_rank
 from megatron_ampipe.launch import connections
+from megatron_ampipe.launch.captured import CapturedStages
 from megatron_ampipe.launch.run import Run
 from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.layers.context import WHOLE_PASSES
@@ -183,18 +184,27 @@ def _model_rows(run: Run) -> list[Row]:
         rows.append(("other layers", environment.other_attention, why))
     if environment.ring_ranks > 1:
         rows.append(("context", f"ring of {environment.ring_ranks} ranks"))
-    if run.graph_modules == WHOLE_PASSES:
-        why = "one graph for both directions each; steps without budgets and evaluation run without"
-        rows.append(("CUDA graphs", "whole passes", why))
-    elif run.graph_modules:
-        captured = " ".join(sorted(run.graph_modules))
-        rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
+    rows += _graph_rows(run.graphs)
     rows += fp8_row(environment.fp8_recipe)
     if environment.documents is not None:
         rows.append(("documents", environment.documents))
     if environment.expert_ranks == 1:
         rows.append(("note", _NOTHING_TO_HIDE))
     return rows
+
+
+def _graph_rows(graphs: CapturedStages) -> list[Row]:
+    """What is captured as CUDA graphs, and what runs without, each with the reason."""
+    rows: list[Row] = []
+    if graphs.modules == WHOLE_PASSES:
+        why = "one graph for both directions each; steps without budgets and evaluation run without"
+        rows.append(("CUDA graphs", "whole passes", why))
+    elif graphs.modules:
+        captured = " ".join(sorted(graphs.modules))
+        rows.append(("CUDA graphs", captured, "of stages in schedules; other layers run without"))
+    if graphs.keeps_mamba:
+        rows.append(("CUDA graphs", "mamba", "Megatron's own"))
+    return rows + [("without graphs", *note) for note in graphs.notes]
 
 
 def fp8_row(recipe: str | None) -> list[Row]:

@@ -46,7 +46,7 @@ def _read_by_add_norm(block: ReadBlock) -> list[Module | Parameter | None]:
     return [block.moe_layer.pre_mlp_layernorm, block.attention_layer.self_attention.linear_proj.bias]
 
 
-@runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm], graph="attn")
+@runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm])
 def input_norm(
     state: BlockPass, chunk: int | None, hidden: Tensor, *, norm: DroppedOutput | None = None
 ) -> tuple[Tensor, ...]:
@@ -69,7 +69,7 @@ def gather_rows(
     return exchange_sequence_rows(tensors, group, scatter=backward)
 
 
-@runs(kinds.QKV, reads=_read_by_qkv, graph="attn")
+@runs(kinds.QKV, reads=_read_by_qkv)
 def qkv(
     state: BlockPass, chunk: int | None, hidden: Tensor, *, norm: DroppedOutput | None = None
 ) -> tuple[Tensor, ...]:
@@ -152,7 +152,7 @@ def rering(state: BlockPass, chunks: Sequence[None], tensors: Tensors, direction
     return pass_on(tensors[0], group=state.ring_ranks, back=True)
 
 
-@runs(kinds.ATTENTION, reads=_read_by_attention, graph="attn")
+@runs(kinds.ATTENTION, reads=_read_by_attention)
 def attention(
     state: BlockPass,
     chunk: int | None,
@@ -202,7 +202,7 @@ def scatter_rows(
     return exchange_sequence_rows(tensors, group, scatter=forward)
 
 
-@runs(kinds.ADD_NORM, reads=_read_by_add_norm, graph="attn")
+@runs(kinds.ADD_NORM, reads=_read_by_add_norm)
 def add_norm(
     state: BlockPass, chunk: int | None, *rows: Tensor, norm: DroppedOutput | None = None
 ) -> tuple[Tensor, ...]:

@@ -60,6 +60,8 @@ from megatron_ampipe.schedule.features import WEIGHTS_TOGETHER, features_of_sett
 _OF_ATTENTION = frozenset({kinds.INPUT_NORM, kinds.QKV, kinds.ATTENTION, kinds.ADD_NORM})
 """Computed kinds that run modules of the attention layer."""
 
+_PROJECTING = frozenset({kinds.QKV, kinds.ATTENTION})
+
 
 class BlockModules:
     """The modules of a block, and the functions of its stages (``runtime.block_functions.BlockFunctions``).
@@ -341,13 +343,16 @@ class BlockModules:
     @property
     def captured(self) -> frozenset[StageKind]:
         """Kinds of stages that are captured as CUDA graphs."""
-        modules = self.context.graph_modules
-        if self.context.captures_passes:
+        context = self.context
+        if context.captures_passes:
             return frozenset(FUNCTIONS)
-        if "moe_preprocess" in modules:
-            # ``merge`` reads what ``route`` has left on the device. Megatron's local graphs also have both.
-            modules |= {"moe_router"}
-        return frozenset(kind for kind, function in FUNCTIONS.items() if function.graph in modules)
+        modules = (kinds.GRAPH_MODULES.get(name, frozenset()) for name in context.graph_modules)
+        captured = frozenset(itertools.chain.from_iterable(modules)) - context.left_out_of_graphs
+        shares_ranks = self.config.tensor_model_parallel_size > 1
+        if shares_ranks and not self.scatters_rows:
+            # Its projections exchange rows with other ranks.
+            captured -= _PROJECTING
+        return captured
 
     @cached_property
     def _called(self) -> Mapping[StageKind, Sequence[Module]]:

@@ -195,7 +195,8 @@ class BlockStack:
             chunks = tuple(map(documents.divided, chunks))
             whole = documents.divided(whole)
         graphs, is_fixed = None, False
-        if keep_graph and context.graph_modules and not context.recorder.recording:
+        of_documents = documents is not None and context.captures_attention
+        if keep_graph and context.graph_modules and not (context.recorder.recording or of_documents):
             # A graph of a whole pass holds transfers of sizes that do not depend on the routing.
             is_fixed = context.graph_modules != WHOLE_PASSES or None not in self._budgets(len(chunks))
         if is_fixed:

@@ -12,7 +12,7 @@ from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import KEEP, Pipeline
+from megatron_ampipe.schedule import KEEP, Pipeline, StageKind, kinds
 from megatron_ampipe.schedule.pipeline import builds_layers
 
 WHOLE_PASSES = frozenset({"full"})
@@ -39,6 +39,7 @@ class AMPipeContext:
         wire: Encodes tokens for their transfers (``--ampipe-wire``); None to send them as they are.
         graph_modules: The values of Megatron's ``--cuda-graph-modules`` whose stages are captured;
             :data:`WHOLE_PASSES` to capture whole passes.
+        left_out_of_graphs: Kinds of stages that run without a graph, though their module is named.
         graph_warm_up: How many micro-batches run without graphs first.
         fixed_rows: The chunks that are sent with fixed rows (``--ampipe-rows fixed``); None for exact rows.
         condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
@@ -60,6 +61,7 @@ class AMPipeContext:
     gate: type | None = None
     wire: Wire | None = None
     graph_modules: frozenset[str] = frozenset()
+    left_out_of_graphs: frozenset[StageKind] = frozenset()
     graph_warm_up: int = 3
     fixed_rows: FixedRows | None = None
     condenser: Condenser | None = field(init=False, default=None)
@@ -71,6 +73,13 @@ class AMPipeContext:
         self.pipeline = self.given
         if self.settings.condense is not None:
             self.condenser = Condenser(self.settings.condense)
+
+    @property
+    def captures_attention(self) -> bool:
+        """Whether graphs contain attention, so that they are of sequences without documents."""
+        captured = kinds.GRAPH_MODULES["attn"] - self.left_out_of_graphs
+        has_stages = "attn" in self.graph_modules and not captured.isdisjoint((kinds.QKV, kinds.ATTENTION))
+        return has_stages or self.captures_passes
 
     @property
     def captures_passes(self) -> bool:

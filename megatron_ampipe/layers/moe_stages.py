@@ -47,7 +47,7 @@ def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
     return probs.view(*normed.shape[:2], -1), logits
 
 
-@runs(kinds.ROUTE, reads=_read_by_route, graph="moe_router")
+@runs(kinds.ROUTE, reads=_read_by_route)
 def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
     """Route and permute ``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
 
@@ -107,7 +107,6 @@ def losses(state: BlockPass, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]
 @runs(
     kinds.SHARED,
     reads=lambda block: [block.moe.shared_experts],
-    graph="moe_router",
 )
 def shared(state: BlockPass, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
     """Apply the shared experts to ``[rows, B, D]``."""
@@ -276,7 +275,6 @@ def expand(state: BlockPass, chunk: int, combined: Tensor, probs: Tensor) -> tup
 @runs(
     kinds.MERGE,
     reads=lambda block: [block.moe.fc2_latent_proj] if block.is_latent else [],
-    graph="moe_preprocess",
 )
 def merge(
     state: BlockPass, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor
@@ -290,7 +288,7 @@ def merge(
     return (block.add_residual(block.moe_layer.mlp_bda, (output, None), residual),)
 
 
-@runs(kinds.MLP, reads=lambda block: [block.moe], graph="mlp")
+@runs(kinds.MLP, reads=lambda block: [block.moe])
 def mlp(state: BlockPass, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     """Apply the MLP of a layer without experts to ``[rows, B, D]``, and add the residual."""
     layer = state.block.moe_layer

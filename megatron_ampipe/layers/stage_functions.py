@@ -54,8 +54,6 @@ class StageFunction:
     """Gives the modules of a block that the function calls, and the parameters that it reads directly."""
     backward: Function | None = None
     """The backward function of a kind with ``own_backward``; None if autograd differentiates ``run``."""
-    graph: str | None = None
-    """The value of Megatron's ``--cuda-graph-modules`` that has the stage captured; None: never."""
 
 
 FUNCTIONS: dict[StageKind, StageFunction] = {}
@@ -67,7 +65,6 @@ class StageOptions(TypedDict, total=False):
 
     reads: Reads
     backward: Function | None
-    graph: str | None
 
 
 def runs[F: Function](*stage_kinds: StageKind, **options: Unpack[StageOptions]) -> Callable[[F], F]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.block_functions import BlockFunctions
 from megatron_ampipe.runtime.graph_set import CapturePlan, GraphSet, Run
 from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, RunStage
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
+from megatron_ampipe.schedule.kinds import NEEDED_IN_GRAPHS
 
 
 def runs_of(tape: Tape, direction: Direction, kinds: Sequence[Collection[StageKind]]) -> dict[int, Run]:
@@ -42,21 +42,34 @@ def runs_of(tape: Tape, direction: Direction, kinds: Sequence[Collection[StageKi
     return {calls[0].position: Run(tuple(calls), direction) for calls in runs}
 
 
-def _require_fixed(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> None:
-    """Raise :class:`BadInput` for a stage whose steps a graph cannot repeat."""
+def _repeatable(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> list[set[StageKind]]:
+    """For each layer, those of the kinds whose steps a graph can repeat.
+
+    Others are recomputed, save less than they compute, or compute gradients of weights apart; or they need
+    another kind in a graph.
+    """
+    repeated = [set(layer_kinds) for layer_kinds in kinds]
     for tape in tapes.passes.values():
         for call in tape.calls:
-            if call.stage.kind not in kinds[call.stage.layer]:
-                continue
-            for step in call.steps:
-                plain = isinstance(step, RunStage) and not step.recompute and set(step.extras) <= {"sums"}
-                if not (plain or isinstance(step, Differentiate)) or call.stage.is_recompute:
-                    raise BadInput(
-                        "--cuda-graph-impl",
-                        f"stage {call.stage}",
-                        rule="a stage with recompute or separate weight gradients cannot be captured",
-                        remedy="Use --cuda-graph-impl none.",
-                    )
+            if not _is_repeatable(call):
+                repeated[call.stage.layer].discard(call.stage.kind)
+    for layer_kinds in repeated:
+        for kind, needed in NEEDED_IN_GRAPHS.items():
+            if needed not in layer_kinds:
+                layer_kinds.discard(kind)
+    return repeated
+
+
+def _is_repeatable(call: Call) -> bool:
+    if call.stage.is_recompute:
+        return False
+    for step in call.steps:
+        if isinstance(step, RunStage):
+            if step.recompute or not set(step.extras) <= {"sums"}:
+                return False
+        elif not isinstance(step, Differentiate):
+            return False
+    return True
 
 
 def _slots_without_graph(tapes: Tapes, captured: Mapping[Direction, Collection[int]]) -> set[int]:
@@ -107,10 +120,8 @@ class TapeGraphs:
         if options.kinds is None:
             runs = {direction: {0: Run(tape.calls, direction)} for direction, tape in tapes.passes.items()}
         else:
-            _require_fixed(tapes, options.kinds)
-            runs = {
-                direction: runs_of(tape, direction, options.kinds) for direction, tape in tapes.passes.items()
-            }
+            repeated = _repeatable(tapes, options.kinds)
+            runs = {direction: runs_of(tape, direction, repeated) for direction, tape in tapes.passes.items()}
         captured = {
             direction: {call.position for run in runs_of_pass.values() for call in run.calls}
             for direction, runs_of_pass in runs.items()

@@ -10,7 +10,7 @@ stages and when they are released (``runtime.compile``). A new kind needs a row 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.schedule.features import BlockFeatures
@@ -185,6 +185,17 @@ def ring_rows(num_ranks: int) -> tuple[StageKind, ...]:
     return (step_of(ATTEND, 0), *forward, *(step_of(RERING, step) for step in reversed(steps)))
 
 
+GRAPH_MODULES: Mapping[str, frozenset[StageKind]] = {
+    "attn": frozenset({INPUT_NORM, QKV, ATTENTION, ADD_NORM}),
+    "moe_router": frozenset({ROUTE, SHARED}),
+    # ``merge`` reads what ``route`` has left on the device. Megatron's local graphs also have both.
+    "moe_preprocess": frozenset({ROUTE, SHARED, MERGE}),
+    "mlp": frozenset({MLP}),
+}
+"""For values of Megatron's ``--cuda-graph-modules``, the kinds that can be captured as CUDA graphs."""
+NEEDED_IN_GRAPHS: Mapping[StageKind, StageKind] = {MERGE: ROUTE, QKV: ATTENTION}
+"""For a kind, the kind without which it cannot be captured: ``merge`` reads what ``route`` has left in the
+state of the block, and the backward pass of ``qkv`` sums of gradients that ``attention`` has made."""
 WEIGHTS = {
     kind: StageKind(f"{kind}-weights", COMPUTE_LANE, _EITHER, directions=_BACKWARD, weights_of=kind)
     for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)

@@ -34,7 +34,7 @@ from megatron_ampipe.layers.process_groups import make_groups_of_model
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.schedule import Exchange, StageKind
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import GRAPH_MODULES, Case
@@ -166,12 +166,19 @@ def build_layers(
     return stock, ours
 
 
-def capture(layer: torch.nn.Module, modules: Collection[str] = GRAPH_MODULES, *, warm_up: int = 1) -> None:
-    """Have the stages of AMPipe's layers captured as CUDA graphs."""
+def capture(
+    layer: torch.nn.Module,
+    modules: Collection[str] = GRAPH_MODULES,
+    *,
+    warm_up: int = 1,
+    left_out: Collection[StageKind] = (),
+) -> None:
+    """Have the stages of AMPipe's layers captured as CUDA graphs, but for those that are left out."""
     for module in layer.modules():
         if isinstance(module, AMPipeTransformerLayer):
             context = module._block.context
             context.graph_modules, context.graph_warm_up = frozenset(modules), warm_up
+            context.left_out_of_graphs = frozenset(left_out)
 
 
 def layer_specs(case: Case, config: TransformerConfig) -> list[ModuleSpec]:

@@ -4,6 +4,7 @@ Inputs and weights change from pass to pass, so whatever a graph does not comput
 """
 
 import gc
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -12,20 +13,29 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ampipe.block.megatron_settings import Arguments
+from megatron_ampipe.launch.captured import captured_stages
+from megatron_ampipe.schedule import Exchange, StageKind
 from tests import cuda_graph_standin, deep_ep_standin
 from tests.dist.cases import (
     AUX,
     BIASED,
+    CP,
     GQA,
     GRAPH_MODULES,
     LARGE,
+    LATENT,
     LATENT_EXPERTS,
     PARITY,
     SHARED,
+    SINKHORN,
     SWIGLU,
+    TIGHT,
     TOP2,
+    TP,
     YARN,
     Case,
+    again,
 )
 
 pytestmark = pytest.mark.ranks(2)
@@ -46,6 +56,45 @@ CASES = [case for case in PARITY if case.name in NAMES] + [
     Case("gate-of-attention", kernel="sdpa", rope=True, model=GQA | {"attention_output_gate": True}),
     Case("cosine", router="cosine", batch=3, model=TOP2 | AUX),
 ]
+# What is recomputed, or is not saved, or has its weights' gradients apart, runs without a graph.
+PARTLY = [
+    *(
+        Case(
+            f"recompute-{'-'.join(names)}",
+            layers="md",
+            stack=0,
+            rope=True,
+            model=LARGE | SHARED | again(*names),
+        )
+        for names in (
+            ("core_attn",),
+            ("moe",),
+            ("shared_experts", "mlp"),
+            ("moe_act",),
+        )
+    ),
+    Case("recompute-mla", model=LATENT | LARGE | again("mla_up_proj")),
+    *(Case(f"memory-{name}", memory=name, model=LARGE) for name in ("rebuild", "redispatch", "offload")),
+    Case("lancet", degree=1, schedule="lancet", model=LARGE),
+    Case("joined", schedule="joined", model=LARGE | SHARED),
+]
+# What depends on other chunks or ranks, or on documents.
+PARTLY += [
+    Case("tp-stack", parallel=TP, layers="mdm", stack=0, rope=True, model=LARGE | SHARED),
+    Case("tp", parallel=TP, batch=3, model=LARGE),
+    Case("cp", parallel=CP, rope=True, model=LARGE | SHARED),
+    Case("capacity", model=TIGHT | AUX),
+    Case("capacity-dropped-by-probability", model=TIGHT | {"moe_token_drop_policy": "probs"}),
+    Case("sinkhorn", model=SINKHORN | SHARED),
+    Case("ranks", exchange=Exchange.RANKS, model=LARGE | SHARED),
+    Case("documents", documents=((0, 5, 20), (0, 31), (0,)), batch=3, rope=True, model=LARGE),
+    Case("condensed", condense=1, model=LARGE),
+]
+NEVER = [
+    Case("recompute-full", layers="mm", stack=0, recompute=math.inf, model=LARGE | SHARED),
+    Case("recompute-layernorm", model=LARGE | again("layernorm")),
+]
+"""All stages, or all whose output or input is a norm's."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +109,23 @@ def captured(case: Case, modules: Collection[str] = GRAPH_MODULES) -> list[torch
     from tests.dist.blocks import build_layers, capture
 
     stock, ours = build_layers(case)
-    capture(ours, modules)
+    config = getattr(ours, "layers", [ours])[0].config
+    capture(ours, modules, left_out=left_out(case, config, modules))
     return [stock, ours]
+
+
+def left_out(case: Case, config: Any, modules: Collection[str]) -> Collection[StageKind]:
+    """The stages that a launch of such layers runs without a graph."""
+    of_launch = {
+        "cuda_graph_impl": "local",
+        "cuda_graph_modules": [*modules],
+        "transformer_impl": "local",
+        "sft": bool(case.documents),
+        "ampipe_exchange": case.exchange,
+        "ampipe_condense": case.condense,
+        "te_rng_tracker": True,
+    }
+    return captured_stages(Arguments(config, **of_launch)).left_out
 
 
 ALONE = Case("alone", layers="mdm", stack=0, rope=True, model=LARGE | SHARED)
@@ -108,9 +172,10 @@ MOVED = [
 @pytest.mark.parametrize(
     ("case", "modules", "move"),
     [
-        *(pytest.param(case, GRAPH_MODULES, None, id=case.name) for case in CASES),
+        *(pytest.param(case, GRAPH_MODULES, None, id=case.name) for case in [*CASES, *PARTLY]),
         *(pytest.param(ALONE, (module,), None, id=f"{module}-alone") for module in GRAPH_MODULES),
         *(pytest.param(case, GRAPH_MODULES, move, id=f"moved-{case.name}") for case, move in MOVED),
+        *(pytest.param(case, GRAPH_MODULES, None, id=case.name) for case in NEVER),
     ],
 )
 def test_replays_equal_stock(
@@ -127,7 +192,8 @@ def test_replays_equal_stock(
         expected, found = (run(layer, case, inputs=inputs) for layer in (stock, ours))
         assert wrong(expected, found, TOLERANCE) == {}, f"pass {number} differs from stock"
         if move is None:
-            assert bool(cuda_graph_standin.REPLAYS) == (number > 0 and not case.pipeline.is_stock)
+            is_replayed = number > 0 and not case.pipeline.is_stock and case not in NEVER
+            assert bool(cuda_graph_standin.REPLAYS) == is_replayed
         # What was added to ``main_grad`` leaves a placeholder without contents.
         with_gradient = [p for p in ours.parameters() if not getattr(p, "grad_added_to_main_grad", False)]
         returned = [*found.values(), *(parameter.grad for parameter in with_gradient)]
@@ -156,6 +222,36 @@ def test_graphs_know_the_generators_that_change_their_state_in_a_capture() -> No
             run(ours, case, rank=number)
     graphs = cuda_graph_standin.CAPTURED
     assert graphs and all(graph.generators == list(generators.values()) for graph in graphs)
+
+
+def test_a_graph_draws_other_numbers_in_every_replay() -> None:
+    """Forced load balancing, from a generator that graphs know: the numbers are those without graphs."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    from tests.dist.blocks import build_layers, capture, run, wrong
+
+    case = Case(
+        "random", layers="mm", stack=0, model=LARGE | SHARED | {"moe_router_force_load_balancing": True}
+    )
+    layers = [build_layers(case)[1] for _ in range(2)]
+    capture(layers[1])
+    trackers = [cuda_graph_standin.GraphSafeTracker() for _ in layers]
+    logits: list[torch.Tensor] = []
+    for number in range(PASSES):
+        found = []
+        for layer, tracker in zip(layers, trackers, strict=True):
+            with (
+                mock.patch.object(moe_utils, "get_cuda_rng_tracker", lambda tracker=tracker: tracker),
+                mock.patch.object(random, "get_all_rng_states", lambda tracker=tracker: vars(tracker)),
+            ):
+                layer.zero_grad()
+                found.append(run(layer, case, rank=0))
+        assert wrong(*found, 0) == {}, f"pass {number} differs from one without graphs"
+        assert torch.equal(*(tracker.generator.get_state() for tracker in trackers))
+        logits.append(found[0]["output"])
+    assert cuda_graph_standin.REPLAYS
+    assert not any(torch.equal(logits[0], other) for other in logits[1:]), "the same numbers in every pass"
 
 
 ORDERS = {
@@ -339,12 +435,3 @@ def test_other_hooks_are_refused(name: str, late: bool) -> None:
         BadInput, match=rf"hook of mlp\.{name} of layer 1.*calling it.*--cuda-graph-impl none"
     ):
         run(ours, case)
-
-
-def test_what_runs_again_is_refused() -> None:
-    from megatron_ampipe.errors import BadInput
-    from tests.dist.blocks import run
-
-    case = Case("again", degree=1, schedule="lancet", model=LARGE)
-    with pytest.raises(BadInput, match=r"stage qkv.*weight gradients"):
-        run(captured(case)[1], case)

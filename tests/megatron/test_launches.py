@@ -56,6 +56,7 @@ MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-bu
 DELTA = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
 
 
+GRAPHS = "--te-rng-tracker --cuda-graph-impl {} --cuda-graph-modules {} "
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
@@ -103,6 +104,56 @@ LAUNCHES = {
         ALLTOALL + PP + "--overlap-moe-expert-parallel-comm --te-rng-tracker --cuda-graph-impl local "
         "--cuda-graph-modules attn",
         ("CUDA graphs attn", f"{OVERLAP} switched off: a CUDA graph is a part of one pass; the same"),
+    ),
+    # What cannot be captured runs without a graph.
+    "graphs of a recipe": Launch(
+        DEEPEP
+        + PP
+        + LATENT
+        + BIASED
+        + SHARED
+        + GRAPHS.format("transformer_engine", "attn moe_router moe_preprocess")
+        + "--moe-router-force-load-balancing --mtp-num-layers 1 --overlap-moe-expert-parallel-comm "
+        + again("moe_act", "mla_up_proj", "mlp"),
+        (
+            "CUDA graphs attn moe_preprocess moe_router of stages",
+            "without graphs qkv --recompute-modules mla_up_proj",
+            f"{OVERLAP} switched off: a CUDA graph is a part of one pass",
+        ),
+    ),
+    "graphs in FP8": Launch(
+        ALLTOALL + SHARED + BLOCKWISE + GRAPHS.format("local", "attn moe_router"),
+        (
+            "CUDA graphs moe_router of stages",
+            "without graphs qkv attention shared --fp8-format: weights are quantized into other memory",
+        ),
+    ),
+    # Attention is all that is named, so a partner is possible.
+    "no graphs in FP8": Launch(
+        ALLTOALL + BLOCKWISE + GRAPHS.format("local", "attn") + "--overlap-moe-expert-parallel-comm",
+        ("without graphs qkv attention --fp8-format", "partner uncut"),
+    ),
+    "graphs of tensor-parallel ranks": Launch(
+        ALLTOALL + TP + GRAPHS.format("transformer_engine", "attn moe_router moe_preprocess"),
+        (
+            "CUDA graphs attn moe_preprocess moe_router",
+            "without graphs qkv attention --tensor-model-parallel-size: their linear layers exchange rows",
+        ),
+    ),
+    "graphs of whole layers": Launch(
+        ALLTOALL
+        + GRAPHS.partition("--cuda-graph-modules")[0].format("local")
+        + "--moe-expert-capacity-factor 1",
+        (
+            "CUDA graphs attn of stages",
+            "without graphs route merge --moe-expert-capacity-factor: a chunk has what earlier chunks leave",
+            "experts, transfers their number of rows changes",
+        ),
+    ),
+    "graphs of mamba layers": Launch(
+        ALLTOALL + GRAPHS.format("local", "attn mamba") + "--hybrid-layer-pattern M*EM --mamba-head-dim 64 "
+        "--mamba-num-groups 8",
+        ("CUDA graphs attn of stages", "CUDA graphs mamba Megatron's own"),
     ),
     "overlap in a pipeline without virtual stages": Launch(
         ALLTOALL + "--pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm",

@@ -93,6 +93,11 @@ def test_degree_1_changes_nothing() -> None:
             {"degree": 4},
             "--tp-comm-overlap-cfg range with --fp8-format e4m3",
         ),
+        (
+            _model(cuda_graph_impl="local", cuda_graph_modules=["attn"]),
+            {"degree": 4},
+            "cuda_graph_impl local: a graph of Megatron's would hold",
+        ),
         (SimpleNamespace(model=SimpleNamespace()), {"degree": 4}, "has neither transformer_layer_spec nor"),
     ],
 )

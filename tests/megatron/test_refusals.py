@@ -87,39 +87,21 @@ REFUSED = {
     "--num-distributed-optimizer-instances": [
         "2 --ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
     ],
-    "--cuda-graph-modules": [
-        "moe --cuda-graph-impl local",
-        "moe --cuda-graph-impl local --ampipe-rows fixed",
-        "attn mamba --cuda-graph-impl local",
+    "--cuda-graph-impl": ["full_iteration"],
+    "--cuda-graph-impl (2)": [
+        f"{implementation} --cuda-graph-modules attn {others}"
+        for implementation, others in (
+            ("local", "--ampipe-degree auto"),
+            ("transformer_engine", "--ampipe-plan plan.yaml"),
+            ("local", "--ampipe-memory-budget 40GiB"),
+            ("local", "--ampipe-cluster dgx-h100"),
+        )
     ],
-    "--cuda-graph-impl": [
-        "full_iteration",
-        *(
-            f"{implementation} --cuda-graph-modules attn {others}"
-            for implementation, others in (
-                ("local", "--hidden-dropout 0.1"),
-                ("local", "--attention-dropout 0.1"),
-                ("local", "--moe-input-jitter-eps 0.1"),
-                ("local", "--ampipe-schedule joined --transformer-impl local"),
-                ("local", "--ampipe-degree auto"),
-                ("transformer_engine", "--ampipe-plan plan.yaml"),
-                ("transformer_engine", "--ampipe-partner"),
-                ("transformer_engine", "--recompute-granularity full"),
-                ("local", "--tensor-model-parallel-size 2 --sequence-parallel"),
-                ("local", "--context-parallel-size 2"),
-                ("local", "--moe-router-load-balancing-type sinkhorn"),
-                ("local", "--moe-expert-capacity-factor 1.5"),
-                ("local", "--moe-enable-routing-replay"),
-                ("local", "--moe-router-force-load-balancing"),
-                ("local", "--sft"),
-                ("local", "--ampipe-router cosine"),
-                ("local", "--ampipe-memory rebuild"),
-                ("local", "--ampipe-memory-budget 40GiB"),
-                ("local", "--fp8-format e4m3 --fp8-recipe blockwise"),
-                ("local", "--ampipe-grad-reduce placed --overlap-grad-reduce"),
-                ("local", "--reset-attention-mask"),
-            )
-        ),
+    "--cuda-graph-impl (3)": [
+        "local --cuda-graph-modules attn --ampipe-grad-reduce placed --overlap-grad-reduce"
+    ],
+    "--cuda-graph-impl (4)": ["transformer_engine --cuda-graph-modules attn --ampipe-partner"],
+    "--cuda-graph-impl (5)": [
         *(
             f"{implementation} --ampipe-rows fixed --transformer-impl local {others}"
             for implementation, others in (

@@ -217,9 +217,13 @@ TRAININGS: dict[str, Training] = {
         flags=EP + PP + LLAMA + SHARED + FOUR_LAYERS,
         ours=(
             f"{BLOCKS}--overlap-moe-expert-parallel-comm --cuda-graph-impl local --cuda-graph-modules attn "
-            "moe_router moe_preprocess mlp",
+            "moe_router moe_preprocess mlp --recompute-granularity selective --recompute-modules moe",
         ),
-        said=("switched off: a pipeline stage without virtual stages waits for the next stage",),
+        said=(
+            "CUDA graphs attn moe_preprocess moe_router of stages in schedules",
+            "without graphs shared --recompute-modules moe",
+            "switched off: a pipeline stage without virtual stages waits for the next stage",
+        ),
         num_ranks=4,
         stand_ins="graphs",
     ),

@@ -69,6 +69,30 @@ def test_what_does_not_fit_or_help_is_switched_off(changed: dict[str, Any], flag
 
 
 def test_graphs_of_layers_become_those_of_stages() -> None:
-    args = argparse.Namespace(cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"])
-    assert take_over_graphs(args) == {"attn", "mlp"}
+    args = argparse.Namespace(
+        **SETTINGS
+        | {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "mlp"], "moe_layer_freq": [0, 1]}
+    )
+    assert take_over_graphs(args).modules == {"attn", "mlp"}
     assert (args.cuda_graph_impl, args.cuda_graph_modules) == ("none", []), "Megatron would capture as well"
+
+
+def test_graphs_of_mamba_layers_stay_megatrons() -> None:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    given = {"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.mamba]}
+    args = argparse.Namespace(**SETTINGS | given | {"hybrid_layer_pattern": "M*EM"})
+    graphs = take_over_graphs(args)
+    assert graphs.modules == {"attn"} and graphs.keeps_mamba
+    assert (args.cuda_graph_impl, args.cuda_graph_modules) == ("local", [CudaGraphModule.mamba])
+
+
+def test_nothing_is_captured_of_layers_that_run_again() -> None:
+    """Also where the schedules recompute in place of Megatron."""
+    given = {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"], "recompute_granularity": "full"}
+    args = argparse.Namespace(**SETTINGS | given)
+    graphs = take_over_graphs(args)
+    assert graphs.is_empty and args.cuda_graph_impl == "none"
+    assert graphs.notes == (
+        ("qkv attention", "--recompute-granularity full: the backward pass runs them again"),
+    )
