@@ -222,3 +222,35 @@ def test_graphs_whose_memory_has_moved_are_captured_again(case: Case, move: Any)
         move(stock)
         move(ours)
     assert len(cuda_graph_standin.REPLAYS) == 2 * (PASSES - 2)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_of_parameters_run_in_every_pass_and_in_its_order() -> None:
+    """What waits for parameters before the launch, and what starts reductions after it."""
+    from tests.dist.blocks import run
+
+    case = Case("hooks", degree=2, model=LARGE | SHARED, **STACK)
+    _, ours, state = captured(case)
+    called: list[str] = []
+
+    def noting(name: str) -> Any:
+        hook = lambda *_: called.append(name)  # noqa: E731
+        hook.__module__ = "megatron.core.distributed.test"
+        return hook
+
+    for name, module in ours.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(noting(f"before {name}"))
+    for name, parameter in ours.named_parameters():
+        parameter.register_post_accumulate_grad_hook(noting(f"gradient of {name}"))
+    by_pass: list[tuple[set[str], list[str]]] = []
+    for number in range(PASSES):
+        called.clear()
+        run(ours, case, rank=number)
+        gradients = [name for name in called if name.startswith("gradient")]
+        by_pass.append(({*called} - {*gradients}, gradients))
+        if number == 0:
+            set_budgets(state)
+    before, gradients = by_pass[0]
+    assert len(before) > 10 and len(gradients) == len({*gradients}) > 10
+    assert by_pass == [by_pass[0]] * PASSES

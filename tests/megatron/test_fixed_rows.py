@@ -40,13 +40,19 @@ KINDS = {
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 
 
-NUM_RANKS = {"stack": 4, "lancet": 2, "mtp": 2, "graphs": 2}
+LAUNCHES = {
+    "stack": (4, "overflows"),
+    "lancet": (2, "overflows"),
+    "mtp": (2, "overflows"),
+    "graphs": (2, "whole_graphs"),
+}
+"""Ranks and stand-ins of each kind."""
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
     found: dict[str, Run] = {}
-    for num_ranks in set(NUM_RANKS.values()):
+    for num_ranks, stand_ins in set(LAUNCHES.values()):
         words = {
             f"{kind} {line}": [
                 *COMMON,
@@ -56,9 +62,8 @@ def runs() -> dict[str, Run]:
             ]
             for kind, flags in KINDS.items()
             for line, more in LINES.items()
-            if NUM_RANKS[kind] == num_ranks
+            if LAUNCHES[kind] == (num_ranks, stand_ins)
         }
-        stand_ins = "whole_graphs" if any(name.startswith("graphs") for name in words) else "overflows"
         found |= runs_of(words, num_ranks=num_ranks, stand_ins=stand_ins)
     return found
 
