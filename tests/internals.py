@@ -129,6 +129,7 @@ REPLACED = {
     "core.transformer.moe.token_dispatcher._DeepepManager._indices_to_multihot": "code",
     "core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": "code",
     "core.transformer.torch_norm.WrappedTorchNorm.__new__": "code",
+    "core.utils.tex": "code",
     "training.training.training_log": "code",
     # Values, and classes and functions of packages that a CPU does without.
     "core.models.hybrid.hybrid_block.TENorm": "signature",

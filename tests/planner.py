@@ -19,6 +19,7 @@ BETWEEN = """\
 The same over four nodes of eight GPUs, as speed over Megatron's layers with the dispatcher `alltoall`: layers
 of AMPipe with the best exchange; with another [dispatcher](#which-dispatcher) Megatron's and AMPipe's:"""
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"
+BEGIN_SKEWED = "<!-- begin: python -m tests.planner, skewed routing -->"
 
 MODELS = ("deepseek-v2-lite", "deepseek-v3-like", "gpt-moe-base", "mixtral-8x7b", "qwen3-30b-a3b-like")
 CLUSTERS = ("a800x8-20gbps", "ampipe-g5", "dgx-h100", "fsmoe-testbed-a", "gb200-nvl72")
@@ -26,6 +27,9 @@ CLUSTERS = ("a800x8-20gbps", "ampipe-g5", "dgx-h100", "fsmoe-testbed-a", "gb200-
 OVER_NODES = ("qwen3-30b-a3b-like",)
 NODES = ("dgx-h100", "aws-p5-efa", "h100-roce-400g", "h100-ethernet-100g")
 """That of the second, on 32 ranks."""
+SKEWED = (("qwen3-30b-a3b-like", "gh200-slingshot"), ("mixtral-8x7b", "gh200-slingshot"))
+IMBALANCES = (1.0, 1.5, 2.0, 4.0)
+"""Those of the last, on 32 ranks."""
 
 
 def table(
@@ -78,14 +82,45 @@ def dispatchers(model: ModelFile, cluster: Cluster) -> str:
     return "; ".join(cells)
 
 
-def page() -> str:
-    """The page with a new table."""
-    head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+def skewed(model: str, cluster: Cluster) -> Iterator[str]:
+    """A row for each imbalance: Megatron's layers, and what chunks and partners gain."""
+    file = read_model(find_model(model))
+    layers = layers_of(file)
+    for imbalance in IMBALANCES:
+        block, _ = block_of(file, cluster, ranks=32, imbalance=imbalance)
+        predictor = Predictor(block, cluster, num_layers=layers.num_layers, dense=layers.dense)
+        plans = make_plans(predictor, full=False, degrees=(2, 3, 4), with_partner=1.0)
+        assert plans.together is not None
+        stock_ms = predictor.stock().total / 1e3
+        shared_ms = None if plans.shared is None else plans.shared.predicted_ms
+        chunks_ms = min(plans.blocks_ms, shared_ms or plans.blocks_ms)
+        cells = [f"{imbalance:g}", f"{stock_ms:.0f}", f"{stock_ms - chunks_ms:.0f}"]
+        cells += [f"{stock_ms / chunks_ms:.2f}", f"{1e3 * stock_ms / plans.together.time_us:.2f}"]
+        yield f"| {model} on {Path(cluster.path).stem} | {' | '.join(cells)} |"
+
+
+def skewed_table() -> Iterator[str]:
+    """What overlap gains if experts are unevenly used."""
+    yield "| model, cluster | imbalance | Megatron's ms | saved by chunks, ms | chunks | partners |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for model, name in SKEWED:
+        yield from skewed(model, read_cluster(find_cluster(name)))
+
+
+def replaced(text: str, begin: str, lines: Sequence[str]) -> str:
+    """The text with other lines after a marker."""
+    head, begin, rest = text.partition(begin)
     _, end, tail = rest.partition(END)
-    assert end, f"the page has no {BEGIN}"
-    first, second = table(MODELS, CLUSTERS, stacks), table(OVER_NODES, NODES, dispatchers)
-    tables = "\n".join([*first, "", BETWEEN, "", *second])
+    assert end, f"the page has no {begin}"
+    tables = "\n".join(lines)
     return f"{head}{begin}\n\n{tables}\n\n{end}{tail}"
+
+
+def page() -> str:
+    """The page with new tables."""
+    first, second = table(MODELS, CLUSTERS, stacks), table(OVER_NODES, NODES, dispatchers)
+    text = replaced(PAGE.read_text(encoding="utf-8"), BEGIN, [*first, "", BETWEEN, "", *second])
+    return replaced(text, BEGIN_SKEWED, [*skewed_table()])
 
 
 if __name__ == "__main__":

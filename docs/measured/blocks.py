@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import long_runs
 from comparisons import (
     ALL_KINDS,
     CHUNKS,
@@ -402,5 +403,6 @@ BLOCKS = (
     Block("docs/memory.md", "saved", r"memory-.*", memory_saved),
     Block("docs/weights.md", "lancet", r"lancet-(?!covers).*", weight_gradients),
     Block("docs/wire.md", "condensed", "condense", condensed),
+    Block("docs/troubleshooting.md", "long runs", r"soak-.*", long_runs.table),
     Block("docs/measured.md", "gains", r"layers-(?!training).*|exchange-.*|nodes-.*", gains),
 )

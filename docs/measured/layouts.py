@@ -174,7 +174,8 @@ def layers_alone(rank: Rank[RankJob]) -> dict[str, Any]:
                 dist.all_reduce(gradient)
             found.append(gradient)
         one, two = found
-        ours = blocks.build_layers(Case("mask", parallel=TP, model=TOP2 | AUX))[1]
+        per_token = {"calculate_per_token_loss": True}
+        ours = blocks.build_layers(Case("mask", parallel=TP, model=TOP2 | AUX | per_token))[1]
         mask = torch.zeros(1, 16, dtype=torch.bool)
         try:
             ours(hidden_states=torch.randn(16, 1, 32), attention_mask=None, padding_mask=mask)

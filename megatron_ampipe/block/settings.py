@@ -45,6 +45,9 @@ SHIPPED_SCHEDULES = ("ampipe", "moe-only", "lancet", "joined", "sequential")
 """The schedules of AMPipe by the name that users give."""
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_ITERATIONS = re.compile(r"([0-9]{1,9})-([0-9]{1,9})", re.ASCII)
+MOST_MEASURED = 100
+"""The most iterations of ``--ampipe-measure``: their stages are kept in memory."""
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(MiB|GiB)", re.ASCII)
 
@@ -116,6 +119,17 @@ def check_margin(value: float) -> None:
         rule = "is not a factor from 1 to 100 of the largest counts"
         remedy = "Use for example --ampipe-rows-margin 1.5, or leave it out."
         raise BadInput("--ampipe-rows-margin", f"{value:g}", rule=rule, remedy=remedy)
+
+
+def parse_iterations(text: str) -> tuple[int, int]:
+    """Parse the first and the last iteration of ``41-50``; :class:`BadInput` for another text."""
+    parts = _ITERATIONS.fullmatch(text)
+    first, last = (0, 0) if parts is None else (int(parts[1]), int(parts[2]))
+    if not 1 <= first <= last or last - first >= MOST_MEASURED:
+        flag = "--ampipe-measure"
+        rule = f"is not FIRST-LAST, at most {MOST_MEASURED} iterations counted from 1"
+        raise BadInput(flag, text or "(empty)", rule=rule, remedy=f"Use for example {flag} 41-50.")
+    return first, last
 
 
 def parse_size(text: str) -> int:
@@ -442,10 +456,21 @@ class Settings:
         with_auto=_DIFFERS,
         says="another function than a stock run's; the log says how many tokens are not sent",
     )
+    measure: str | None = _row(
+        metavar="FIRST-LAST",
+        shown_default="off",
+        help="after the last of these iterations, such as `41-50`, log their "
+        "[communication and its share under computation](metrics.md#over-several-iterations); "
+        "`--ampipe-trace-dir` then records them",
+        check=parse_iterations,
+        acts="layers",
+        says="then the log says how long they communicate, and how much of it is under computation",
+    )
     trace_dir: str | None = _row(
         metavar="DIR",
         shown_default="off",
-        help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
+        help=f"record when every stage of the last {TRACED_ITERATIONS} iterations, or those of "
+        "`--ampipe-measure`, ran, one Chrome/Perfetto "
         "trace per rank; `ampipe draw DIR` makes a picture of it",
         acts="layers",
         says="'ampipe draw' makes a picture of it",

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.exchange.packing import AllToAllChunk
-from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport
+from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import copy_to_device
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, M rows that are
-# sent with padding, R rows that arrive with padding.
+# sent with padding, R rows that arrive with padding, S ranks that share an expert.
 
 PADDING = 0.0
 """What padding holds; no result depends on it. Tests set it to NaN."""
@@ -83,8 +83,8 @@ class Slots(NamedTuple):
 class ChunkRows:
     """What is known about the rows of one chunk of one layer; the same on all ranks of a group."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, *, num_shares: int = 1) -> None:
+        self._rank, self._num_shares = rank, num_shares
         self.budget: RowBudget | None = None
         """None until it is learned; the chunk then has exact rows."""
         self.version = 0
@@ -98,7 +98,7 @@ class ChunkRows:
         self.sent: Slots | None = None
         """Of the rows that this rank sends. Made with the budget: a pass copies nothing to the device."""
         self.received: Slots | None = None
-        """Of the rows that it receives."""
+        """Of the rows that it receives, with those that it gathers from the ranks that share its experts."""
 
     def record(self, counts: Tensor) -> None:
         """Take over counts ``[P, P]`` of a micro-batch: rows of each rank for each rank."""
@@ -129,7 +129,7 @@ class ChunkRows:
         self.budget = budget
         self.version += 1
         self.sent = Slots.of(budget.sent_by(self._rank), device)
-        self.received = Slots.of(budget.received_by(self._rank), device)
+        self.received = Slots.of(budget.received_by(self._rank) * self._num_shares, device)
         self.limit = copy_to_device(torch.tensor(budget.rows), device)
 
 
@@ -145,9 +145,12 @@ class FixedRows:
         """Training steps with budgets, and those that were repeated with exact rows."""
         self._chunks: list[ChunkRows] = []
 
-    def new_chunk(self, rank: int) -> ChunkRows:
-        """Add a chunk of a layer; ``rank`` is this rank's in its group."""
-        chunk = ChunkRows(rank)
+    def new_chunk(self, rank: int, *, num_shares: int = 1) -> ChunkRows:
+        """Add a chunk of a layer.
+
+        ``rank`` is this rank's in its expert-parallel group; ``num_shares`` ranks share an expert.
+        """
+        chunk = ChunkRows(rank, num_shares=num_shares)
         self._chunks.append(chunk)
         return chunk
 
@@ -201,7 +204,7 @@ class FixedSplits(NamedTuple):
 
     transport: RowTransport
     counts: Tensor
-    """``[P, E]`` int64: rows of each rank for each expert."""
+    """``[P * S, E]`` int64: rows of each rank for each expert."""
 
 
 class _Arrival(NamedTuple):
@@ -244,7 +247,7 @@ class FixedRowsChunk(AllToAllChunk):
         copied = copy.copy(self)
         key = num_chunks, chunk
         if key not in self._known:
-            self._known[key] = state.new_chunk(self._group.rank())
+            self._known[key] = state.new_chunk(self._rank, num_shares=self._num_shares)
         copied._rows = self._known[key]
         copied._budget = copied._rows.budget if state.is_active else None
         return copied
@@ -295,7 +298,7 @@ class FixedRowsChunk(AllToAllChunk):
 
     def set_counts(self, gathered: Tensor) -> None:
         """Set the counts of all ranks; with a budget nobody waits for them on the host."""
-        self._counts = gathered.view(self._num_ranks, -1)
+        self._counts = gathered.view(self._num_ranks * self._num_shares, -1)
         if self._budget is None:
             super().set_counts(gathered)
 
@@ -315,12 +318,20 @@ class FixedRowsChunk(AllToAllChunk):
         """As in ``AllToAllChunk``; padding is sent."""
         return super().num_spare if self._budget is None else 0
 
+    def gather(self) -> RowTransport:
+        """As in ``AllToAllChunk``; all ranks that share an expert receive as many rows."""
+        if self._budget is None:
+            return super().gather()
+        return all_gather(sum(self._budget.received_by(self._rank)), self._share_group)
+
     def dispatch_postprocess(  # type: ignore[override]  # the stage of the experts knows both
         self, rows: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor | ExpertOffsets, Tensor]:
         """As in ``AllToAllChunk``, with padding after the rows of all experts and offsets on the device."""
-        to_ranks = self._counts.view(self._num_ranks, self._num_ranks, self._num_local).sum(dim=2)
-        self._rows.record(to_ranks)
+        num_ranks, num_shares = self._num_ranks, self._num_shares
+        to_ranks = self._counts.view(num_ranks, num_shares, num_ranks, self._num_local).sum(dim=3)
+        # Ranks that share an expert have one budget, so that they gather equal numbers of rows.
+        self._rows.record(to_ranks.amax(dim=1))
         if self._budget is None:
             return super().dispatch_postprocess(rows, probs)
         arrival, ends = self._sort()
@@ -332,12 +343,15 @@ class FixedRowsChunk(AllToAllChunk):
         slots = self._rows.received
         assert slots is not None
         num_rows = len(slots.rank)
-        # [P, L]: where the rows of each expert end in the part of a sender. What does not fit is not there.
+        # [S * P, L]: where the rows of each expert end in the part of a sender, in the order of arrival. What
+        # does not fit is not there.
         to_here = self._counts[:, self._experts]
+        if self._num_shares > 1:
+            to_here = to_here.view(self._num_ranks, self._num_shares, -1).transpose(0, 1).flatten(0, 1)
         part_ends = torch.minimum(to_here.cumsum(dim=1), slots.sizes.unsqueeze(1))
         sizes = part_ends.diff(dim=1, prepend=torch.zeros_like(part_ends[:, :1]))
         begins = slots.starts.unsqueeze(1) + part_ends - sizes
-        # Pieces in the order by expert: [L * P].
+        # Pieces in the order by expert: [L * S * P].
         piece_sizes = sizes.T.reshape(-1)
         piece_ends = piece_sizes.cumsum(dim=0)
         piece_begins = begins.T.reshape(-1)
@@ -351,7 +365,7 @@ class FixedRowsChunk(AllToAllChunk):
         place = place.scatter(0, source, sorted_places)[:num_rows]
         is_received = slots.place < part_ends[slots.rank, -1]
         source = torch.where(is_sorted, source, 0)
-        ends = piece_ends.view(self._num_local, self._num_ranks)[:, -1]
+        ends = piece_ends.view(self._num_local, -1)[:, -1]
         # Grouped products require a stride of 1, of a single offset too.
         ends = ends.to(torch.int32, memory_format=torch.contiguous_format)
         return _Arrival(source, is_sorted, place, is_received), ends

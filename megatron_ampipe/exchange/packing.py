@@ -193,6 +193,11 @@ class AllToAllChunk:
             del self._gathered
         return self.splits.transport
 
+    def gather(self) -> RowTransport:
+        """The gather between the ranks that share an expert; valid after :meth:`transport`."""
+        assert self.splits is not None and self.splits.gather is not None
+        return self.splits.gather
+
     @property
     def num_spare(self) -> int:
         """See :attr:`HostSplits.num_spare`; valid after :meth:`transport`."""

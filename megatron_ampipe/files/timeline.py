@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class StageSpan:
     end_us: float
     of_next_microbatch: bool = False
     """Whether it is a forward stage of the next micro-batch that a backward pass runs."""
+    of_repeat: bool = False
+    """Whether it is of a step that ran again, because a budget of ``--ampipe-rows fixed`` was exceeded."""
 
     @property
     def program(self) -> str:
@@ -144,7 +147,8 @@ class Timeline:
                 "pid": self.rank,
                 "tid": span.lane,
                 "args": {"layer": span.layer, "iteration": span.iteration}
-                | ({"ahead": 1} if span.of_next_microbatch else {}),
+                | ({"ahead": 1} if span.of_next_microbatch else {})
+                | ({"repeat": 1} if span.of_repeat else {}),
             }
             for span in self.spans
         ]
@@ -171,6 +175,27 @@ class Timeline:
         if not spans:
             raise ValueError("no stage")
         return cls(rank=rank, spans=spans, labels=labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """How long a rank communicates in an iteration, and for how much of that time it computes too."""
+
+    time_ms: float
+    hidden_share: float
+    """0 to 1."""
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Communication:
+        """Of one iteration of a timeline, over all layers and micro-batches."""
+        return cls(timeline.communication_us / 1e3, timeline.hidden_share)
+
+
+def summary_of(iterations: Sequence[Communication]) -> str:
+    """The medians over iterations: the two figures by which overlaps of different programs are compared."""
+    time_ms = statistics.median(iteration.time_ms for iteration in iterations)
+    share = statistics.median(iteration.hidden_share for iteration in iterations)
+    return f"communication per iteration (ms): {time_ms:.2f} | under computation: {share:.1%}"
 
 
 HIDES = ("chunks", "weight gradients", "partner", "other stages")
@@ -200,4 +225,5 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
         begin_us=begin_us,
         end_us=begin_us + duration_us,
         of_next_microbatch=bool(event["args"].get("ahead")),
+        of_repeat=bool(event["args"].get("repeat")),
     )

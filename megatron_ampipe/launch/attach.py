@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe import compat
-from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS
+from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS, Settings, parse_iterations
 from megatron_ampipe.errors import global_rank
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.exchange.fixed_rows import FixedRows
@@ -48,7 +48,12 @@ def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPi
         if context.fixed_rows is not None:
             if environment.on_gpu:
                 require_grouped_products(torch.cuda.get_device_capability())
-            hooks.add(FixedRowsSteps(context.fixed_rows, environment, margin=run.settings.rows_margin))
+            margin = run.settings.rows_margin
+            hooks.add(
+                FixedRowsSteps(
+                    context.fixed_rows, environment, margin=margin, before_repeat=hooks.before_repeat
+                )
+            )
         hooks.add(Recording(context, environment))
         if run.settings.automatic:
             _choose_later(run, context, hooks)
@@ -73,10 +78,11 @@ def make_context(run: Run) -> AMPipeContext:
     context = AMPipeContext(
         settings,
         run.pipeline,
-        # Without a trace, only the current iteration is recorded, for the log.
-        recorder=Recorder(num_iterations=TRACED_ITERATIONS if settings.trace_dir else 1),
+        recorder=Recorder(num_iterations=_recorded_iterations(settings)),
         recomputed_layers=run.recomputed_layers,
-        documents=DocumentReader(masked=environment.documents == "masked"),
+        documents=DocumentReader(
+            masked=environment.documents == "masked", slices_sequence=environment.slices_sequence
+        ),
         shares=not environment.uses_fsdp,
         gate=run.gate,
         wire=None if settings.wire is None else load_wire(settings.wire),
@@ -92,6 +98,16 @@ def make_context(run: Run) -> AMPipeContext:
     if run.choice is not None:
         context.predicted_ms = run.choice.stages_ms
     return context
+
+
+def _recorded_iterations(settings: Settings) -> int:
+    """How many iterations are kept: without a trace only the current one, for the log."""
+    if settings.trace_dir is None:
+        return 1
+    if settings.measure is None:
+        return TRACED_ITERATIONS
+    first, last = parse_iterations(settings.measure)
+    return last - first + 1
 
 
 def _choose_later(run: Run, context: AMPipeContext, hooks: Hooks) -> None:

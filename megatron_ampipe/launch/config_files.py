@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from megatron_ampipe import __version__, compat
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput, did_you_mean
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.flag_files import FlagFile, GivenFlag
 from megatron_ampipe.files.inputs import LinedMapping, find_config, load, refuse, shown
 from megatron_ampipe.files.records import keys_of
 from megatron_ampipe.plan.cluster import Cluster
@@ -91,15 +93,18 @@ def refuse_unread(args: argparse.Namespace) -> None:
         raise BadInput(CONFIG_FLAG, " ".join(args.ampipe_config), rule=rule, remedy=remedy)
 
 
-def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
+def resolve(
+    words: Sequence[str], parser: argparse.ArgumentParser, *, recipe: FlagFile | None = None
+) -> Resolved:
     """Read the files that a command line names, and put their settings before its own.
 
-    ``parser`` is the parser that will parse the result, and check the values. Raises :class:`BadInput` for
-    a missing file, an unknown key, or a value that no flag can have.
+    ``parser`` is the parser that will parse the result, and check the values. The flags of a ``recipe``
+    count as those of a file before the others. Raises :class:`BadInput` for a missing file, an unknown key,
+    or a value that no flag can have.
     """
-    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    actions = actions_of(parser)
     # By the parser's destination, so that two spellings are the same flag.
-    files: dict[str, FlagValue] = {}
+    files: dict[str, FlagValue] = {} if recipe is None else _of_recipe(recipe, actions)
     line: dict[str, FlagValue] = {}
     own: list[str] = []
     unknown: list[str] = []
@@ -129,6 +134,39 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
         words=(*(word for setting in kept for word in setting.words), *own),
         unknown=tuple(unknown),
     )
+
+
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The flags of a parser, by name."""
+    return {flag: action for action in parser._actions for flag in action.option_strings}
+
+
+def split_recipe(recipe: FlagFile, parser: argparse.ArgumentParser) -> tuple[FlagFile, tuple[GivenFlag, ...]]:
+    """The recipe without the flags that the parser does not have, and these flags."""
+    actions = actions_of(parser)
+    unknown = tuple(given for given in recipe.flags if not _sets(actions.get(given.flag)))
+    known = tuple(given for given in recipe.flags if given not in unknown)
+    return replace(recipe, flags=known), unknown
+
+
+def _of_recipe(recipe: FlagFile, actions: dict[str, argparse.Action]) -> dict[str, FlagValue]:
+    """The settings of a recipe by the parser's destination; raises BadInput if there are unknown flags."""
+    unknown = [given for given in recipe.flags if not _sets(actions.get(given.flag))]
+    if unknown:
+        names = " ".join(given.flag for given in unknown)
+        without = ",".join(given.flag.removeprefix("--") for given in unknown)
+        version = compat.found_version("megatron-core")
+        rule = f"there are no such flags in Megatron {version}"
+        remedy = f"Install the Megatron that the recipe is for, or leave them out: --without {without}"
+        raise BadInput(f"{unknown[0].place}:", names, rule=rule, remedy=remedy)
+    settings: dict[str, FlagValue] = {}
+    for given in recipe.flags:
+        action, words = actions[given.flag], given.words
+        if action.nargs is None and len(words) > 2:
+            # Text with blanks, which a section ARGS has without quotes.
+            words = (words[0], " ".join(words[1:]))
+        settings[action.dest] = _flag_value(words, action, given.place)
+    return settings
 
 
 def _sets(action: argparse.Action | None) -> bool:

@@ -46,6 +46,11 @@ def set_default() -> None:
         os.environ[RECORDS] = "1"
 
 
+def without_one_queue(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables without a limit to one hardware queue, which would take the overlap away."""
+    return {name: value for name, value in environment.items() if (name, value) != (VARIABLE, "1")}
+
+
 def warning(value: str | None) -> str:
     """The effect of a number of queues on pipelined layers, and the remedy; empty if it is good."""
     if value not in (None, "1"):

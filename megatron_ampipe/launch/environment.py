@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +35,18 @@ from megatron_ampipe.schedule.features import (
     uses_ring_attention,
 )
 
+_DTYPES = {
+    "torch.float32": "fp32",
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.uint8": "fp8",
+}
+_OF_STAGES = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Arguments that decide whether layers can be split over pipeline stages."""
 Parsed = argparse.Namespace | Arguments
 """Megatron's arguments: as its parser returns them, or from elsewhere."""
 PARTNER_FLAG = "--overlap-moe-expert-parallel-comm"
@@ -62,6 +75,8 @@ class Environment:
         tensor_ranks: Number of tensor-parallel ranks.
         documents: ``packed`` if sequences consist of documents that do not attend to each other, ``masked``
             if the masks of the data loader separate them, else None.
+        slices_sequence: Whether Megatron's loader gives context-parallel ranks slices of the sequence even if
+            it is packed from documents; else each document is shared.
         num_experts: Experts of a layer; None without MoE layers.
         hidden_size: Width of the residual stream.
         expert_ranks: Number of ranks that share the experts of a layer.
@@ -88,6 +103,7 @@ class Environment:
     layout: SequenceLayout
     tensor_ranks: int
     documents: str | None
+    slices_sequence: bool
     num_experts: int | None
     hidden_size: int
     expert_ranks: int
@@ -146,6 +162,7 @@ def environment_of(given: argparse.Namespace, settings: Settings, *, on_gpu: boo
         layout=layout_of_args(args),
         tensor_ranks=args.tensor_model_parallel_size,
         documents="packed" if packs_documents(args) else "masked" if masks_documents(args) else None,
+        slices_sequence=not args.sft,
         num_experts=args.num_experts,
         hidden_size=args.hidden_size,
         expert_ranks=expert_ranks,
@@ -175,8 +192,6 @@ def no_partner(args: Parsed) -> str | None:
         return "Megatron-FSDP gathers parameters for one pass at a time"
     if captured_modules(args):
         return "a CUDA graph is a part of one pass"
-    if getattr(args, "ampipe_rows", None) == "fixed":
-        return "--ampipe-rows fixed is not built for partners yet"
     return None
 
 
@@ -284,7 +299,7 @@ def block_of_args(args: Parsed, settings: Settings, *, recomputes: bool = False)
 
     ``recomputes``: schedules recompute the layers, in place of Megatron's full recompute.
     """
-    model = _model_of_args(args, settings, recomputes=recomputes)
+    model = model_of_args(args, settings, recomputes=recomputes)
     block, _ = block_of(model, None, ranks=args.world_size)
     # Layers use the nodes of this run, even if the figures are of other machines.
     block = replace(
@@ -298,13 +313,28 @@ def block_of_args(args: Parsed, settings: Settings, *, recomputes: bool = False)
     return block, layers_of(model)
 
 
-def _model_of_args(args: Parsed, settings: Settings, *, recomputes: bool) -> ModelFile:
-    """The entries of a model file with the same sizes, from which a block is made."""
+def model_of_args(
+    args: Parsed, settings: Settings, *, recomputes: bool = False, keys: Sequence[str] = SIZE_FLAGS
+) -> ModelFile:
+    """The entries of a model file with the same sizes, from which a block is made.
+
+    ``keys``: the flags to take over; with ``TRAINING_FLAGS``, the memory of a rank can be estimated too.
+    """
     values: dict[str, object] = {}
-    for flag in SIZE_FLAGS:
+    for flag in keys:
         value = getattr(args, flag.replace("-", "_"), None)
         if value is not None:
-            values[flag] = value
+            # Megatron's validation makes types of torch of some.
+            values[flag] = _DTYPES.get(str(value), value)
+    if "disable-bias-linear" in keys:
+        values["disable-bias-linear"] = not args.add_bias_linear
+    for name in _OF_STAGES:
+        if value := getattr(args, name, None):
+            values[name.replace("_", "-")] = str(value) if name == _OF_STAGES[0] else value
+    if virtual := getattr(args, "virtual_pipeline_model_parallel_size", None):
+        # Megatron's validation has computed it, from a layout or from layers of a stage.
+        values["num-virtual-stages-per-pipeline-rank"] = virtual
+        values.pop("num-layers-per-virtual-pipeline-stage", None)
     if (getattr(args, "moe_expert_capacity_factor", None) or 0.0) < 0:
         # Megatron treats a negative factor as none.
         del values["moe-expert-capacity-factor"]

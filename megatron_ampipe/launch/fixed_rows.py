@@ -8,7 +8,7 @@ and they run again from the same data with exact rows. So the optimizer never se
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,11 @@ def is_near(budget: RowBudget, learned: RowBudget, counts: Counts) -> bool:
 class FixedRowsSteps(Hook):
     """Runs the passes of every training step with budgets, once these are learned."""
 
-    def __init__(self, rows: FixedRows, environment: Environment, *, margin: float) -> None:
+    def __init__(
+        self, rows: FixedRows, environment: Environment, *, margin: float, before_repeat: Callable[[], None]
+    ) -> None:
         self._rows, self._environment, self._margin = rows, environment, margin
+        self._before_repeat = before_repeat
         self._models: Sequence[Model] = ()
         self._num_seen = 0
         self._in_window = 0
@@ -112,6 +115,7 @@ class FixedRowsSteps(Hook):
             return losses
         # What was counted after the first missing row is not the routing of this step.
         rows.begin_step()
+        self._before_repeat()
         state.restore()
         for model in self._models:
             model.zero_grad_buffer()

@@ -32,6 +32,9 @@ class Hook:
         """Return what a ``train_step`` calls for all its passes, in place of Megatron's ``run_passes``."""
         return run_passes
 
+    def before_repeat(self) -> None:
+        """Called before the passes of a step run again, because the first ones were not exact."""
+
     def after_step(self) -> None:
         """Called after every ``train_step`` that has not failed."""
 
@@ -103,6 +106,11 @@ class Hooks:
             return step_output
 
         return step
+
+    def before_repeat(self) -> None:
+        """Call every hook before the passes of a step run again."""
+        for hook in self._hooks:
+            hook.before_repeat()
 
     def models_built(self, models: Sequence[Model]) -> None:
         """Call every hook with the wrapped models of this rank."""

@@ -115,8 +115,10 @@ def custom_orders(run: Run) -> tuple[str, ...]:
         features = features_of(run, each)
         num_layers = 2 if environment.shares_schedule(each) else 1
         # An evaluation has no losses.
-        for of_pass in dict.fromkeys([features, replace(features, losses=False)]):
-            orders.append(to_text(each.schedule_of([of_pass] * num_layers)))
+        passes = [[features] * num_layers, [replace(features, losses=False)] * num_layers]
+        if environment.other_attention is not None:
+            passes.append([features.without_attention])
+        orders += [to_text(each.schedule_of(layers)) for layers in passes]
     return tuple(orders)
 
 

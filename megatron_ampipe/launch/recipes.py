@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from megatron_ampipe.layers.context import AMPipeContext
 
+_MCORE_BRIDGE = "mcore_bridge."
+"""Where classes of ms-swift's models are defined."""
 GPT, HYBRID = "transformer_layer_spec", "hybrid_stack_spec"
 """The field of a model's configuration that holds the layer specification, or a function that creates it."""
 
@@ -151,16 +154,64 @@ def _constructor(construct: Callable[..., None], run: Run, *, name: str) -> Call
         arguments = _arguments(recipe, transformer, capacity_scope=run.settings.capacity_scope)
         refuse_unsupported(run.settings, run.pipeline, arguments)
         switch_off_overlaps(transformer)
+        if any(base.__module__.startswith(_MCORE_BRIDGE) for base in kind.__mro__):
+            given[name] = _with_megatrons_classes(given[name], transformer)
         given[name] = _pipelined(name, given[name], transformer, run, vp_stage=given.get("vp_stage"))
         if name == GPT:
             _make_groups(transformer, run, given.get("pg_collection"))
-        if any(base.__module__.startswith("mcore_bridge.") for base in kind.__mro__):
+        if any(base.__module__.startswith(_MCORE_BRIDGE) for base in kind.__mro__):
             _check_patches_of_mcore_bridge(transformer, _context(run))
         construct(*bound.args, **bound.kwargs)
         print_on_first_rank(f"the layers of a {kind.__name__} are pipelined, degree {run.pipeline.degree}")
 
     constructing.ampipe = run  # type: ignore[attr-defined]
     return constructing
+
+
+def _with_megatrons_classes(spec: object, transformer: TransformerConfig) -> object:
+    """The layers of a specification with Megatron's classes in place of mcore-bridge's, from 1.6 on.
+
+    Its layer differs by a factor of the rotation that is not fused, and by ``mlp_padding_free``; its router
+    by a bias for images. Other subclasses stay, and are refused.
+    """
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if not isinstance(spec, TransformerBlockSubmodules) or spec.layer_specs is None:
+        return spec
+    is_changed = False
+    layers = []
+    for layer in spec.layer_specs:
+        if _is_mcore_bridges(layer.module, TransformerLayer):
+            layer, is_changed = replace(layer, module=TransformerLayer), True
+        mlp = getattr(layer.submodules, "mlp", None)
+        built = compat.mlp_class(mlp)
+        experts = None
+        if isinstance(built, type) and issubclass(built, BaseMoELayer):
+            experts = compat.moe_submodules(mlp)
+        if experts is not None and _is_mcore_bridges(experts.router, TopKRouter):
+            mlp = compat.with_moe_submodules(mlp, replace(experts, router=TopKRouter))
+            layer, is_changed = replace(layer, submodules=replace(layer.submodules, mlp=mlp)), True
+        layers.append(layer)
+    if not is_changed:
+        return spec
+    if getattr(transformer, "moe_router_enable_vl_bias", False):
+        rule = "the router of mcore-bridge, which has a bias for images, is not called"
+        raise BadInput("moe_router_enable_vl_bias", True, rule=rule, remedy="Train with --ampipe-degree 1.")
+    scaling = getattr(transformer, "attention_scaling", None) or 1.0
+    if not transformer.apply_rope_fusion and scaling != 1.0:
+        rule = "without fusion, layers of mcore-bridge scale rotations by it, and Megatron's do not"
+        raise BadInput("attention_scaling", scaling, rule=rule, remedy="Use --apply_rope_fusion true.")
+    return replace(spec, layer_specs=layers)
+
+
+def _is_mcore_bridges(found: object, of_megatron: type) -> bool:
+    """Whether a class is mcore-bridge's own of this name, and no other subclass of Megatron's."""
+    if not isinstance(found, type) or not issubclass(found, of_megatron):
+        return False
+    return found.__module__.startswith(_MCORE_BRIDGE) and found.__name__ == of_megatron.__name__
 
 
 def _check_patches_of_mcore_bridge(transformer: TransformerConfig, context: AMPipeContext) -> None:

@@ -1,10 +1,11 @@
 """Records a run: the trace of each rank, metrics at every ``--log-interval``, and the routing of tokens.
 
 Metrics go to Megatron's log, TensorBoard and Weights & Biases. As with Megatron's metrics, the last rank
-writes its own; no collective is issued for them. Its recorder is enabled only in logged iterations, or in all
-iterations for a trace. Recorded iterations run without CUDA graphs, so there are no metrics with CUDA graphs:
-a run that logs every iteration would never use the graphs. On CUDA, times are events. They are read after
-Megatron has read the losses of the same iteration, so the host does not wait for the device.
+writes its own; no collective is issued for them. Its recorder is enabled only in logged iterations, in those
+of ``--ampipe-measure``, or in all iterations for a trace. Recorded iterations run without CUDA graphs, so
+there are no metrics with CUDA graphs: a run that logs every iteration would never use the graphs. On CUDA,
+times are events. They are read after Megatron has read the losses of the same iteration, so the host does not
+wait for the device.
 
 With ``--ampipe-routing-dir``, the routing of one micro-batch is written to a file, every Nth iteration.
 Forward hooks on the routers of a model, pipelined or not, count the tokens, and one rank collects the counts.
@@ -29,10 +30,11 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron_ampipe.block.settings import Settings
+from megatron_ampipe.block.settings import Settings, parse_iterations
 from megatron_ampipe.errors import RunFailed, global_rank
 from megatron_ampipe.exchange.codecs import Condenser
 from megatron_ampipe.files import outputs
+from megatron_ampipe.files.timeline import Communication, Timeline, summary_of
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
@@ -55,7 +57,12 @@ class Recording(Hook):
     def __init__(self, context: AMPipeContext, environment: Environment) -> None:
         self._context = context
         self._environment = environment
-        self._folder = None if context.settings.trace_dir is None else Path(context.settings.trace_dir)
+        settings = context.settings
+        self._folder = None if settings.trace_dir is None else Path(settings.trace_dir)
+        measured = (0, -1) if settings.measure is None else parse_iterations(settings.measure)
+        self._measured = range(measured[0], measured[1] + 1)
+        """The iterations of ``--ampipe-measure``; empty without."""
+        self._communication: dict[int, Communication] = {}
         if self._folder is not None:
             flag = "--ampipe-trace-dir"
             outputs.check_folder(self._folder.absolute(), flag=flag, value=self._folder)
@@ -75,14 +82,49 @@ class Recording(Hook):
     def before_forward(self, model: Model) -> None:
         """Set the recorder's iteration, or pause the recorder; also in evaluation."""
         # With --skip-train, there is no count of iterations.
-        if model.training and (self._folder or self._is_logged(self._environment.iteration)):
+        if model.training and self._records(self._environment.iteration):
             self._context.recorder.start_iteration(self._environment.iteration)
         else:
             self._context.recorder.pause()
 
+    def _records(self, iteration: int) -> bool:
+        """Whether this rank records an iteration."""
+        is_traced = self._folder is not None and (not self._measured or iteration in self._measured)
+        return is_traced or self._is_logged(iteration) or self._is_measured(iteration)
+
+    def _is_measured(self, iteration: int) -> bool:
+        environment = self._environment
+        return iteration in self._measured and environment.rank == environment.world_size - 1
+
+    def before_repeat(self) -> None:
+        """Stages from now on are of a repeated step."""
+        self._context.recorder.repeat_iteration()
+
     def after_log(self) -> None:
         """Write the metrics of a recorded iteration to all outputs of this run."""
         iteration = self._environment.iteration
+        self._log_metrics(iteration)
+        if self._is_measured(iteration):
+            self._communication[iteration] = Communication.of(self._timeline(iteration))
+        if self._measured and iteration == self._measured[-1]:
+            self._end_measurement()
+
+    def _end_measurement(self) -> None:
+        """After the last iteration of ``--ampipe-measure``: log the medians, and write the trace."""
+        if self._communication:
+            # A run that goes on from a checkpoint may begin after the first.
+            first, last = min(self._communication), max(self._communication)
+            summary = summary_of([*self._communication.values()])
+            print_rank_last(f" ampipe, iterations {first} to {last}, medians | {summary} |")
+        # Later iterations would replace the recorded ones.
+        self._write_trace()
+        self._folder = None
+
+    def _timeline(self, iteration: int) -> Timeline:
+        recorder = self._context.recorder
+        return recorder.timeline(rank=self._environment.rank, labels={}, iteration=iteration)
+
+    def _log_metrics(self, iteration: int) -> None:
         metrics = self._metrics(iteration) if self._is_logged(iteration) else []
         if not metrics:
             return
@@ -101,12 +143,13 @@ class Recording(Hook):
     def _metrics(self, iteration: int) -> list[Metric]:
         """The metrics of an iteration, with a plan's predictions; none if no pipelined layer has run."""
         context = self._context
-        timeline = context.recorder.timeline(rank=self._environment.rank, labels={}, iteration=iteration)
+        timeline = self._timeline(iteration)
         if not timeline.spans:
             return []
         metrics: list[Metric] = [("degree", context.pipeline.degree, 0)]
         # Copies within a rank do not count as communication.
         if self._environment.expert_ranks > 1:
+            metrics.append(("communication (ms)", timeline.communication_us / 1e3, 2))
             metrics.append(("hidden share", timeline.hidden_share, 3))
             exposed_us = timeline.communication_us - timeline.hidden_us
             metrics.append(("exposed communication (ms)", exposed_us / 1e3, 2))
@@ -125,6 +168,9 @@ class Recording(Hook):
 
     def at_end(self) -> None:
         """Write this rank's trace, if there is one, also after a failure."""
+        self._write_trace()
+
+    def _write_trace(self) -> None:
         if self._folder is not None:
             # The process group may have been destroyed already.
             rank = global_rank()
@@ -198,6 +244,10 @@ class RoutingRecording(Hook):
                 hidden = inputs[0]
                 chosen = outputs[1].bool().view(*hidden.shape[:2], -1)
                 self._seen[place] = chosen, compared_rows(hidden, chosen, self._thresholds, pick=pick)
+
+    def before_repeat(self) -> None:
+        """Forget the first passes, in which rows were missing."""
+        self._seen = {}
 
     def after_step(self) -> None:
         """Gather the counts of all ranks, and write them on rank 0."""

@@ -7,12 +7,12 @@ generated from it. Problems in files or modules are refused where these are read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ampipe.block.hybrid_pattern import runs_of, stages_of
 from megatron_ampipe.block.megatron_settings import Arguments
-from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings
+from megatron_ampipe.block.settings import AUTO, SETTING, Setting, Settings, parse_iterations
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.environment import (
     PARTNER_FLAG,
@@ -26,7 +26,6 @@ from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, Pipeline, Saved
 from megatron_ampipe.schedule.chunks import require_whole_tiles
 from megatron_ampipe.schedule.features import (
     OTHER_FP8_RECIPE,
-    PACKED_WITH_CONTEXT,
     WEIGHTS_TOGETHER,
     balances,
     expert_tensor_ranks,
@@ -69,7 +68,13 @@ class Refusal:
 
 
 def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object) -> None:
-    """Raise :class:`BadInput` for the first row of :data:`REFUSALS` that applies, or for too many chunks.
+    """Raise the first of :func:`unsupported`."""
+    for refusal in unsupported(settings, pipeline, arguments):
+        raise refusal
+
+
+def unsupported(settings: Settings, pipeline: Pipeline, arguments: object) -> Iterator[BadInput]:
+    """A refusal for each row of :data:`REFUSALS` that applies, and for too many chunks.
 
     ``arguments`` are Megatron's, parsed; at degree 1 nothing is refused.
     """
@@ -79,7 +84,11 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object
     # What a plan says replaces the flags that it stands for.
     planned = {f"ampipe_{name}": getattr(pipeline, name) for name in _PLANNED} if has_plan else {}
     args = Arguments(arguments, **planned)
-    pipeline.chunks(args.seq_length)
+    try:
+        pipeline.chunks(args.seq_length)
+    except BadInput as refusal:
+        yield refusal
+        return
     if has_plan:
         flag = _setting_of_plan(args)[0].flag
         flags, off = f"{flag} {settings.plan}", f"no {flag}"
@@ -91,10 +100,13 @@ def refuse_unsupported(settings: Settings, pipeline: Pipeline, arguments: object
     else:
         # AMPipe's layers are used with one chunk because of the exchange.
         flags, off = f"--ampipe-exchange {pipeline.exchange}", "--ampipe-exchange rows"
-    _refuse(REFUSALS, args, flags=flags, off=off, has_plan=has_plan)
+    yield from _conflicts(REFUSALS, args, flags=flags, off=off, has_plan=has_plan)
     tile = rows_of_tile(args, args.micro_batch_size or 1)
     if tile > 1 and not has_plan:
-        require_whole_tiles(pipeline.chunks(args.seq_length, layout_of_args(args)), tile)
+        try:
+            require_whole_tiles(pipeline.chunks(args.seq_length, layout_of_args(args)), tile)
+        except BadInput as refusal:
+            yield refusal
 
 
 _PLANNED = ("memory", "exchange", "partner")
@@ -118,13 +130,14 @@ def _setting_of_plan(args: Arguments) -> tuple[Setting, str]:
 def refuse_with_token_ids(router: str, arguments: object) -> None:
     """As :func:`refuse_unsupported`, with :data:`TOKEN_ID_REFUSALS`, at any degree; ``router`` is a name."""
     flags, off = f"--ampipe-router {router}", "--ampipe-degree 1"
-    _refuse(TOKEN_ID_REFUSALS, Arguments(arguments), flags=flags, off=off)
+    for refusal in _conflicts(TOKEN_ID_REFUSALS, Arguments(arguments), flags=flags, off=off):
+        raise refusal
 
 
-def _refuse(
+def _conflicts(
     table: tuple[Refusal, ...], args: Arguments, *, flags: str, off: str, has_plan: bool = False
-) -> None:
-    """Raise :class:`BadInput` for the first row that applies.
+) -> Iterator[BadInput]:
+    """A refusal for each row that applies.
 
     ``flags`` are what pipelines the run, ``off`` what to write to train without; with ``has_plan``, a plan
     sets the values of :data:`_PLANNED`.
@@ -137,7 +150,11 @@ def _refuse(
         is_planned = has_plan and row.setting.removeprefix("--ampipe-") in _PLANNED
         if is_planned and not row.also_with_plan:
             _, remedy = _setting_of_plan(args)
-        raise BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
+        yield BadInput(row.setting, value, rule=f"with {flags}, {row.rule}", remedy=remedy)
+
+
+_OFFLOADED = {"expert_fc1", "moe_act"}
+"""The modules of ``--offload-modules`` whose activations ``--ampipe-memory offload`` copies to the host."""
 
 
 def offloads_experts(arguments: object) -> bool:
@@ -149,7 +166,7 @@ def offloads_experts(arguments: object) -> bool:
     return bool(
         args.fine_grained_activation_offloading
         and args.offload_modules
-        and {*args.offload_modules} <= {"expert_fc1", "moe_act"}
+        and {*args.offload_modules} <= _OFFLOADED
         and not (args.ampipe_memory or args.ampipe_memory_budget or args.ampipe_plan)
         and not (_recomputes_experts(args) or _keeps_other_tensors(args))
     )
@@ -203,6 +220,11 @@ def _names_weights(args: Arguments) -> bool:
 def _measures_without_training(args: Arguments) -> bool:
     chosen = args.ampipe_cluster or (args.ampipe_save_plan and os.path.isfile(args.ampipe_save_plan))
     return bool(args.ampipe_degree == AUTO and not chosen and args.skip_train)
+
+
+def _measures_after_the_end(args: Arguments) -> bool:
+    _, last = parse_iterations(args.ampipe_measure)
+    return args.train_iters is not None and last > args.train_iters
 
 
 def _overlaps_tensor_ranks(args: Arguments) -> bool:
@@ -260,11 +282,19 @@ def _ranks(args: Arguments) -> int:
     return int((args.expert_model_parallel_size or 1) * (expert_tensor_ranks(args) or 1))
 
 
-def _offloads_other_modules(args: Arguments) -> str:
-    """The flag for which ``--ampipe-memory offload`` cannot replace Megatron's offloading."""
+_OFFLOADING = "--fine-grained-activation-offloading"
+
+
+def _offloads_other_modules(args: Arguments) -> str | None:
+    """The modules that Megatron would offload and ``--ampipe-memory offload`` does not."""
+    others = [module for module in args.offload_modules or () if module not in _OFFLOADED]
+    return f"with --offload-modules {' '.join(others)}" if others else None
+
+
+def _says_where_experts_keep(args: Arguments) -> str | None:
+    """The flag of AMPipe that says what experts keep, with Megatron's offloading of them."""
     own = _set(args, "--ampipe-plan", "--ampipe-memory-budget", "--ampipe-memory")
-    conflict = own or _keeps_other_tensors(args) or _recomputes_experts(args) or "--offload-modules"
-    return _with(args, "--fine-grained-activation-offloading", conflict) or ""
+    return None if offloads_experts(args) else _with(args, _OFFLOADING, own)
 
 
 def _recomputes_experts(args: Arguments) -> str | None:
@@ -318,6 +348,8 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
         "--ampipe-degree auto": args.ampipe_degree == AUTO,
         "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
+        # A replay runs no hook, with which the routing is recorded.
+        "--ampipe-routing-dir": _set(args, "--ampipe-routing-dir") is not None,
         "--ampipe-wire": args.ampipe_wire not in (None, "bf16", "fp8"),
         "--moe-router-load-balancing-type": balances(args),
         "--moe-token-drop-policy": has_capacity(args) and args.moe_token_drop_policy != "position",
@@ -348,14 +380,12 @@ def _cannot_capture(args: Arguments) -> str | None:
 
 
 _NOT_WITH_FIXED_ROWS = (
-    "--ampipe-partner",
     "--ampipe-condense",
+    # Predictions of memory do not know the padding.
     "--ampipe-memory-budget",
-    # It would keep the pass that is repeated.
-    "--ampipe-routing-dir",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
     "--use-megatron-fsdp",
+    # Zeroing gradients for the repeat would zero the parameters that a gather reads.
+    "--reuse-grad-buf-for-mxfp8-param-ag",
     "--moe-enable-routing-replay",
     "--moe-routing-trace-path",
     "--qk-clip",
@@ -387,13 +417,9 @@ def _not_with_fixed_rows(args: Arguments) -> str | None:
     flag = _set(args, *_NOT_WITH_FIXED_ROWS)
     if flag is not None:
         return flag
-    if args.ampipe_memory not in (None, KEEP):
-        return "--ampipe-memory"
-    if args.recompute_granularity == "selective" and "moe_act" in (args.recompute_modules or []):
-        return "--recompute-modules"
     if args.cuda_graph_impl not in (None, "none") and not _captures_passes(args):
         return "--cuda-graph-impl"
-    return "--pipeline-model-parallel-size" if (args.pipeline_model_parallel_size or 1) > 1 else None
+    return None
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
@@ -459,12 +485,29 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--cpu-offloading-num-layers", "activation offloading is not supported yet", _OFF),
     Refusal(
-        "--fine-grained-activation-offloading",
-        "only --ampipe-memory offload can replace it, which offloads experts alone, and is not possible with "
-        "the flag that is named here",
-        "Use --offload-modules expert_fc1 moe_act without other such flags, or --recompute-modules layernorm "
-        "moe_act in place of it.",
+        _OFFLOADING,
+        "host copies exist of what experts keep, and not of what these modules keep: they are saved by the "
+        "small autograd graphs of chunks",
+        "Leave these modules out, and the flag if no other is left; or train with --ampipe-degree 1.",
         _offloads_other_modules,
+    ),
+    Refusal(
+        _OFFLOADING,
+        "recomputed experts keep nothing that could be put away",
+        "Leave it out, or the flag that is named with it.",
+        lambda args: _with(args, _OFFLOADING, _recomputes_experts(args)),
+    ),
+    Refusal(
+        _OFFLOADING,
+        _OTHER_TENSORS,
+        "Leave it out, or the flag that is named with it.",
+        lambda args: _with(args, _OFFLOADING, _keeps_other_tensors(args)),
+    ),
+    Refusal(
+        _OFFLOADING,
+        "the flag that is named with it says where activations of experts are kept",
+        "Leave it out, or the flag that is named with it.",
+        _says_where_experts_keep,
     ),
     Refusal("--hybrid-context-parallel", "hybrid context parallelism is not supported", _OFF),
     Refusal(
@@ -480,11 +523,14 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.experimental_attention_variant != "gated_delta_net",
     ),
     Refusal(
-        "--context-parallel-size",
-        PACKED_WITH_CONTEXT,
-        "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
+        "--micro-batch-size",
+        "with context parallelism, a rank may hold the rows of less than two packed sequences, which "
+        "Megatron's MoE layers would take for the batch",
+        "Use --micro-batch-size 1.",
         lambda args: (
-            args.context_parallel_size > 1 and _with(args, "--context-parallel-size", _documents(args))
+            (args.context_parallel_size or 1) > 1
+            and args.micro_batch_size >= 2 * args.context_parallel_size
+            and _with(args, "--micro-batch-size", _documents(args))
         ),
     ),
     Refusal(
@@ -740,12 +786,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-rows",
-        "gathers of tensor-parallel experts take numbers of rows from the host",
-        "Leave it out, or use --expert-tensor-parallel-size 1.",
-        lambda args: _has_fixed_rows(args) and expert_tensor_ranks(args) > 1,
-    ),
-    Refusal(
-        "--ampipe-rows",
         "only the products of Megatron's local experts can take their numbers of rows from the device",
         "Leave it out, or use --transformer-impl local without the flag that is named with it.",
         lambda args: _has_fixed_rows(args) and _with(args, "--ampipe-rows", _other_experts(args)),
@@ -782,11 +822,32 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave out --moe-apply-probs-on-input, or --ampipe-condense.",
         lambda args: _with(args, "--ampipe-condense", _set(args, "--moe-apply-probs-on-input")),
     ),
+    *(
+        Refusal(
+            flag,
+            "has no effect with --skip-train: only training iterations are recorded",
+            "Leave it out.",
+            lambda args: bool(args.skip_train),
+        )
+        for flag in ("--ampipe-trace-dir", "--ampipe-measure")
+    ),
     Refusal(
-        "--ampipe-trace-dir",
-        "has no effect with --skip-train: only training iterations are recorded",
-        "Leave it out.",
-        lambda args: bool(args.skip_train),
+        "--ampipe-measure",
+        "ends after --train-iters",
+        "Use iterations of the run, such as its last ten.",
+        _measures_after_the_end,
+    ),
+    Refusal(
+        "--ampipe-measure",
+        "with one expert-parallel rank there is no communication to measure",
+        "Leave it out, or add --expert-model-parallel-size 2.",
+        lambda args: _ranks(args) == 1,
+    ),
+    Refusal(
+        "--ampipe-measure",
+        "recorded iterations run without CUDA graphs, so others would be measured than are trained with",
+        "Leave it out, or use --cuda-graph-impl none.",
+        lambda args: bool(captured_modules(args)),
     ),
 )
 """All combinations that this version refuses with a degree above 1; no other module refuses one."""

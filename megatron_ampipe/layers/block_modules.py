@@ -28,7 +28,6 @@ from megatron_ampipe.layers import precision
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.dispatchers import Dispatcher, make_dispatcher, make_fixed_dispatcher
-from megatron_ampipe.layers.documents import check_packing
 from megatron_ampipe.layers.linear_layers import (
     Products,
     delay_wgrad,
@@ -55,7 +54,7 @@ from megatron_ampipe.schedule import (
     kinds,
     with_exchange,
 )
-from megatron_ampipe.schedule.chunks import Documents
+from megatron_ampipe.schedule.chunks import Documents, SequenceLayout
 from megatron_ampipe.schedule.features import WEIGHTS_TOGETHER, features_of_settings
 
 _OF_ATTENTION = frozenset({kinds.INPUT_NORM, kinds.QKV, kinds.ATTENTION, kinds.ADD_NORM})
@@ -159,12 +158,13 @@ class BlockModules:
             and type(attention.linear_qkv) is ColumnParallelLinear
         )
 
-    def features(self, *, shares_schedule: bool) -> BlockFeatures:
-        """The features of the block in the current pass."""
+    def features(self, *, shares_schedule: bool, packed: bool = False) -> BlockFeatures:
+        """The features of the block in the current pass; ``packed``: of packed documents."""
         context, training = self.context, self.moe_layer.training
-        return self._features(
-            context.pipeline, context.reductions, training, torch.is_grad_enabled(), shares_schedule
+        features: BlockFeatures = self._features(
+            context.pipeline, context.reductions, training, torch.is_grad_enabled(), shares_schedule, packed
         )
+        return features
 
     def _make_features(
         self,
@@ -173,12 +173,16 @@ class BlockModules:
         training: bool,
         with_graph: bool,
         shares: bool,
+        packed: bool,
     ) -> BlockFeatures:
         trains = training and with_graph
         # As in the stock router: a forward pass without a graph (before a recompute) adds and logs no loss.
         features = self._features_of_settings(with_losses=trains, shares_schedule=shares)
         features = replace(features, gathers_rows=features.gathers_rows and self._gathers_rows)
         features = with_exchange(features, pipeline.exchange)
+        if packed:
+            # Rows of a document see keys of some ranks only, which are gathered.
+            features = replace(features, ring_ranks=1)
         if not with_graph:
             return features
         saved = decide(
@@ -431,11 +435,13 @@ class BlockModules:
         self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor
     ) -> Documents | None:
         """The documents of a micro-batch, from the arguments that Megatron passes to the layer."""
-        layer = self.attention_layer
-        if packing is not None:
-            check_packing(context_ranks=layer.pg_collection.cp.size())
-        ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
-        return self.context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
+        groups = self.attention_layer.pg_collection
+        layout = SequenceLayout(
+            tensor_ranks=groups.tp.size() if self.config.sequence_parallel else 1,
+            context_ranks=groups.cp.size(),
+            context_rank=groups.cp.rank(),
+        )
+        return self.context.documents.read(packing, mask, num_rows=hidden.shape[0], layout=layout)
 
     def separate(self, documents: Documents | None) -> Documents | None:
         """The documents, if the block's attention must not cross their bounds; else None."""

@@ -15,6 +15,7 @@ from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.layers.fixed_experts import ExpertWeights
+from megatron_ampipe.layers.router import BlockRouting
 from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Saved, StageKind, kinds
 from megatron_ampipe.schedule.chunks import Documents
@@ -30,6 +31,7 @@ class MicroBatch:
         rotary_pos_emb: As in Megatron.
         documents: The documents of the micro-batch; None if there are no bounds.
         token_ids: ``[S, B]``; None unless a router reads ids.
+        padding: ``[S, B]`` bool, True for rows that count in no loss of a router; None if all count.
     """
 
     chunks: Sequence[Chunk]
@@ -37,6 +39,7 @@ class MicroBatch:
     rotary_pos_emb: RotaryEmbedding | None
     documents: Documents | None
     token_ids: Tensor | None
+    padding: Tensor | None = None
 
 
 class BlockPass:
@@ -46,6 +49,7 @@ class BlockPass:
     """
 
     ring: RingAttention
+    routing: BlockRouting
     chosen: Tensor
     """The routing map of all chunks if the router chooses for all at once, ``[S * B, E]`` bool."""
     expert_weights: ExpertWeights
@@ -64,6 +68,7 @@ class BlockPass:
         self.block, self.features = block, features
         self.chunks, self.whole = micro_batch.chunks, micro_batch.whole
         self.rotary_pos_emb, self.token_ids = micro_batch.rotary_pos_emb, micro_batch.token_ids
+        self.padding = micro_batch.padding
         self.documents = block.separate(micro_batch.documents)
         if features.attention:
             self.attend = block.attend(hidden.is_cuda, self.documents is not None)
@@ -85,6 +90,7 @@ class BlockPass:
             self._num_rows * self._batch,
             per_chunk=block.context.settings.capacity_scope == "chunk",
             first_tokens=[chunk.hidden[0].local_start * self._batch for chunk in self.chunks],
+            first_run=self.routing if self.is_again else None,
         )
         # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
         dispatcher = block.dispatcher(block.context.pipeline.exchange)

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from megatron_ampipe import compat
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
@@ -33,6 +34,8 @@ from megatron_ampipe.schedule.chunks import Documents, require_whole_tiles
 from megatron_ampipe.schedule.features import boundary, rows_of_tile
 
 # S sequence rows, B batch, D hidden size, R rows of the residual stream on one rank.
+
+_PADDING_REMEDY = "Leave it out of the call of the model, or train at degree 1."
 
 
 class ConsecutiveLayers:
@@ -96,19 +99,26 @@ class BlockStack:
         self._layers = tuple(dict.fromkeys(itertools.chain.from_iterable(halves)))
 
     def __call__(
-        self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None = None
+        self,
+        hidden: Tensor,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
 
         A packed micro-batch can be ``[B * S, 1, D]``, one sequence after another; ``documents`` is None
-        unless attention stays within documents.
+        unless attention stays within documents. ``padding [B, S]`` is True for rows that count in no loss of
+        the router, as Megatron's ``padding_mask``.
 
         Raises:
             BadInput: A script has changed a module in a way that would be ignored.
         """
         if documents is not None and len(documents.starts) > hidden.shape[1]:
             sequences = hidden.view(len(documents.starts), -1, hidden.shape[-1]).transpose(0, 1)
-            output = self(sequences.contiguous(), rotary_pos_emb, documents)
+            if padding is not None:
+                padding = padding.view(len(documents.starts), -1)
+            output = self(sequences.contiguous(), rotary_pos_emb, documents, padding)
             return output.transpose(0, 1).reshape(hidden.shape)
         if len(self._layers) > 1:
             for layer in self._layers:
@@ -119,14 +129,49 @@ class BlockStack:
                     remedy="Use --ampipe-stack 1 in a GPT, or --ampipe-degree 1.",
                 )
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
+        if padding is not None:
+            # ``[S, B]``, as Megatron's MoE layer takes it.
+            padding = padding.transpose(0, 1).bool()
+            self._refuse_padding(padding, hidden)
         if not self._layout.by_chunk:
-            return self._run(hidden, rotary_pos_emb, documents)
+            return self._run(hidden, rotary_pos_emb, documents, padding)
         sharding = self._sharding(self._context.pipeline, hidden.shape[0])
-        output = self._run(sharding.by_chunk(hidden), rotary_pos_emb, documents)
+        if padding is not None:
+            padding = sharding.by_chunk(padding.unsqueeze(-1).byte()).squeeze(-1).bool()
+        output = self._run(sharding.by_chunk(hidden), rotary_pos_emb, documents, padding)
         return sharding.by_sequence(output)
 
+    def _refuse_padding(self, padding: Tensor, hidden: Tensor) -> None:
+        """Raise :class:`BadInput` for a ``padding_mask`` with which chunks would compute something else."""
+        context, config = self._context, self._blocks[0].config
+        routers = [block.moe.router for block in self._blocks if not block.dense]
+        rule = None
+        if padding.shape != hidden.shape[:2]:
+            rule = f"the rows of this rank are {list(hidden.shape[1::-1])}"
+        elif not all(router.has_stock_routing for router in routers):
+            rule = "the router of --ampipe-router computes its choice and its losses without it"
+        elif "quantile_balancing" in config.moe_router_load_balancing_type:
+            rule = "Megatron's quantile balancing does not support it"
+        elif config.moe_pad_expert_input_to_capacity and config.moe_router_enable_expert_bias:
+            rule = "rows that pad experts to their capacity count in the expert bias"
+        elif context.graph_modules:
+            rule = "a CUDA graph would read the mask with which it was captured"
+        elif self._layout.tensor_ranks > 1 and config.calculate_per_token_loss:
+            rule = "with tensor parallelism and a loss per token, Megatron counts the auxiliary loss twice"
+        elif self._layout.by_chunk and config.moe_z_loss_coeff is not None:
+            rule = (
+                "with tensor parallelism, the z-loss is a mean over the rows of each rank, and layers that "
+                "share a schedule have other rows: use --ampipe-stack 1"
+            )
+        if rule is not None:
+            raise BadInput("padding_mask", list(padding.shape[::-1]), rule=rule, remedy=_PADDING_REMEDY)
+
     def _run(
-        self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None
+        self,
+        hidden: Tensor,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
+        padding: Tensor | None,
     ) -> Tensor:
         blocks, context = self._blocks, self._context
         self._check_tiles(context.pipeline, *hidden.shape[:2])
@@ -135,7 +180,8 @@ class BlockStack:
         revisions = tuple(
             block.follow_changes(within_documents=block.separate(documents) is not None) for block in blocks
         )
-        features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
+        packed = documents is not None and documents.own_positions
+        features = tuple(block.features(shares_schedule=len(blocks) > 1, packed=packed) for block in blocks)
         parameters = [block.parameters for block in blocks]
         keep_graph = torch.is_grad_enabled() and (
             hidden.requires_grad or any(block_parameters.all for block_parameters in parameters)
@@ -143,18 +189,28 @@ class BlockStack:
         if keep_graph:
             refuse_outer_checkpoint(context)
         chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
+        # The tape is one for all documents; which keys a chunk sees differs.
+        shares_documents = documents is not None and documents.context_ranks > 1
+        if documents is not None and shares_documents:
+            chunks = tuple(map(documents.divided, chunks))
+            whole = documents.divided(whole)
         graphs, is_fixed = None, False
         if keep_graph and context.graph_modules and not context.recorder.recording:
             # A graph of a whole pass holds transfers of sizes that do not depend on the routing.
             is_fixed = context.graph_modules != WHOLE_PASSES or None not in self._budgets(len(chunks))
         if is_fixed:
-            graphs = self._graphs.get(context.pipeline, features, revisions, hidden.shape, executor)
-        micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, self._token_ids(chunks, hidden))
+            graphs = self._graphs.get(
+                context.pipeline, features, revisions, hidden.shape, executor, shares_documents
+            )
+        token_ids = self._token_ids(chunks, hidden)
+        micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, token_ids, padding)
         passes = [
             BlockPass(block, block_features, hidden, micro_batch)
             for block, block_features in zip(blocks, features, strict=True)
         ]
-        tapes = self._tapes(context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph)
+        tapes = self._tapes(
+            context.pipeline, features, revisions, hidden.shape[0], executor, keep_graph, shares_documents
+        )
         run = PassRun(executor, context.recorder, self._numbers, context.reductions, context.partners)
         call = StackCall(passes, tapes, run, parameters=parameters, keep_graph=keep_graph, graphs=graphs)
         return call.run(hidden)
@@ -203,11 +259,16 @@ class BlockStack:
         num_rows: int,
         executor: Executor,
         keep_graph: bool,
+        shares_documents: bool,
     ) -> Tapes:
+        chunks, _ = self._chunks(pipeline, num_rows)
+        if shares_documents:
+            num_keys = num_rows * self._layout.tensor_ranks * self._layout.context_ranks
+            chunks = tuple(chunk.seeing(num_keys) for chunk in chunks)
         return compiled(
             pipeline.schedule_of(features),
             features,
-            chunks=self._chunks(pipeline, num_rows)[0],
+            chunks=chunks,
             functions=self._blocks,
             options=TapeOptions(
                 keep_graph=keep_graph, host_waits=executor.host_waits, threads=executor.threads
@@ -221,6 +282,7 @@ class BlockStack:
         revisions: tuple[int, ...],
         shape: torch.Size,
         executor: Executor,
+        shares_documents: bool,
     ) -> TapeGraphs:
         context, num_chunks = self._context, len(self._chunks(pipeline, shape[0])[0])
         kinds = None if context.captures_passes else [block.captured for block in self._blocks]
@@ -231,7 +293,7 @@ class BlockStack:
             outside=tensors_outside_modules if kinds is None else tuple,
             version=partial(self._budgets, num_chunks) if kinds is None else tuple,
         )
-        tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True)
+        tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True, shares_documents)
         return TapeGraphs(tapes, self._blocks, options)
 
 

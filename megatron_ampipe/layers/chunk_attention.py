@@ -13,10 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention, SelfAttention
@@ -68,9 +66,10 @@ def project_qkv(
     rows = functools.partial(_rotary_of_rows, spans=spans, documents=documents)
     if isinstance(attention, MultiLatentAttention):
         # Megatron takes the rows for the first ones of the sequence. Not under context parallelism, where its
-        # embedding knows which rows a rank holds; the projection is then never cut into chunks.
+        # embedding knows which rows of a sequence a rank holds, but not which of packed documents; the
+        # projection is then never cut into chunks.
         real_positions: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if attention.pg_collection.cp.size() == 1:
+        if attention.pg_collection.cp.size() == 1 or documents is not None:
             rotary = _RotaryOfRows(attention.rotary_pos_emb, rows, num_keys)
             real_positions = replaced((attention, "rotary_pos_emb", rotary))
         with real_positions:
@@ -85,7 +84,7 @@ def project_qkv(
     if not gathered:
         return query, key, value
     group = attention.pg_collection.cp
-    return query, gather_sequence(key, group), gather_sequence(value, group)
+    return query, *(gather_sequence(rows, group, documents) for rows in (key, value))
 
 
 def _rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Documents | None) -> Tensor:
@@ -126,7 +125,8 @@ class _RotaryOfRows:
         return self._num_keys
 
     def __call__(self, length: int, **kwargs: object) -> Tensor | tuple[Tensor, float]:
-        embedding = self._whole(length, **kwargs)
+        # As for packed rows: with context parallelism, the embedding would take only a rank's rows.
+        embedding = self._whole(length, **{**kwargs, "packed_seq": True})
         if not isinstance(embedding, tuple):
             return self._rows(embedding)
         return self._rows(embedding[0]), *embedding[1:]
@@ -158,27 +158,38 @@ def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | N
     # Fused kernels take one embedding for all sequences: if positions differ, join the sequences into one.
     differ = embedding.shape[1] > 1
     rows, positions = (x.flatten(0, 1).unsqueeze(1) if differ else x for x in (tensor, embedding))
+    # From its module: Megatron-Bridge replaces it there, as its configurations have None without YaRN.
+    factor = yarn_rotary_pos_embedding._yarn_get_concentration_factor_from_config(attention.config)
     rotated: Tensor = apply_rotary_pos_emb(
         rows,
         positions,
         config=attention.config,
-        mscale=_yarn_get_concentration_factor_from_config(attention.config),
+        mscale=factor,
         cp_group=attention.pg_collection.cp,
     )
     return rotated.view(tensor.shape)
 
 
-def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_sequence(tensor: Tensor, group: dist.ProcessGroup, documents: Documents | None = None) -> Tensor:
     """Gather rows from Megatron's zigzag layout over context-parallel ranks into sequence order.
 
-    Takes ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, and returns
-    ``[S, ...]``. Differentiable.
+    Takes ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, or of each of the
+    ``documents`` that ranks share, and returns ``[S, ...]``. Differentiable.
     """
     num_ranks = group.size()
     if num_ranks == 1:
         return tensor
-    slices = gather_from_sequence_parallel_region(tensor.contiguous(), group=group).chunk(2 * num_ranks)
+    gathered: Tensor = gather_from_sequence_parallel_region(tensor.contiguous(), group=group)
+    if documents is not None and documents.context_ranks > 1:
+        return gathered.index_select(0, _order_of_ranks(documents, tensor.device))
+    slices = gathered.chunk(2 * num_ranks)
     return torch.cat([*slices[0::2], *reversed(slices[1::2])])
+
+
+@functools.lru_cache(maxsize=8)
+def _order_of_ranks(documents: Documents, device: torch.device) -> Tensor:
+    """``[S]``, see :meth:`Documents.order_of_ranks`."""
+    return copy_to_device(torch.tensor(documents.order_of_ranks()), device)
 
 
 class ChunkAttention:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.chunks import Documents
-from megatron_ampipe.schedule.features import PACKED_WITH_CONTEXT
-
-
-def check_packing(*, context_ranks: int) -> None:
-    """Raise :class:`BadInput` if documents are packed and the sequence is split over ranks.
-
-    A launch refuses the flags at start-up; other programs only show with a packed micro-batch that they pack.
-    """
-    if context_ranks > 1:
-        remedy = "Use one context-parallel rank, or sequences that are not packed."
-        raise BadInput("context_parallel_size", context_ranks, rule=PACKED_WITH_CONTEXT, remedy=remedy)
+from megatron_ampipe.schedule.chunks import Documents, SequenceLayout
 
 
 class DocumentReader:
@@ -28,21 +18,31 @@ class DocumentReader:
     A packed micro-batch (``--sft``, ``--dataloader-inter-document-masking``) comes with the bounds of its
     documents; ``refused``, if given, is raised for it. With ``--reset-attention-mask`` the data loader makes
     a mask, which is read if ``masked``.
+
+    Context-parallel ranks share each packed document (``--sft``, and as Transformer Engine expects), or, with
+    ``slices_sequence``, the whole sequence (``--dataloader-inter-document-masking``).
     """
 
-    def __init__(self, *, masked: bool = False, refused: BadInput | None = None) -> None:
-        self._masked, self._refused = masked, refused
+    def __init__(
+        self, *, masked: bool = False, refused: BadInput | None = None, slices_sequence: bool = False
+    ) -> None:
+        self._masked, self._refused, self._slices_sequence = masked, refused, slices_sequence
         self._last: weakref.ref[PackedSeqParams | Tensor] | None = None
         self._documents: Documents | None = None
 
     def read(
-        self, packing: PackedSeqParams | None, mask: Tensor | None, *, num_rows: int, ranks: int = 1
+        self,
+        packing: PackedSeqParams | None,
+        mask: Tensor | None,
+        *,
+        num_rows: int,
+        layout: SequenceLayout | None = None,
     ) -> Documents | None:
         """The documents of a micro-batch; None if a row may attend to all earlier rows of its sequence.
 
         Waits for the device once per micro-batch. ``mask [B or 1, 1, S, S]`` is bool, True where a row must
-        not attend to a key. ``num_rows`` counts the rows of all packed sequences together, over all
-        ``ranks`` of sequence parallelism.
+        not attend to a key. ``num_rows`` counts the rows of all packed sequences that this rank holds of the
+        residual stream, ``layout`` says which; None for all of them.
         """
         if packing is not None and self._refused is not None:
             raise self._refused
@@ -53,9 +53,48 @@ class DocumentReader:
             if isinstance(source, Tensor):
                 self._documents = _masked_documents(source)
             else:
-                self._documents = _packed_documents(source, num_rows, ranks=ranks)
+                self._documents = self._packed(source, num_rows, layout or SequenceLayout())
             self._last = weakref.ref(source)
         return self._documents
+
+    def _packed(self, packing: PackedSeqParams, num_rows: int, layout: SequenceLayout) -> Documents:
+        ranks = layout.context_ranks
+        if ranks == 1:
+            return _packed_documents(packing, num_rows * layout.tensor_ranks, ranks=layout.tensor_ranks)
+        total = num_rows * layout.tensor_ranks * ranks
+        firsts = _firsts(packing, total)
+        if num_rows >= 2 * (packing.tokens_per_sample or total):
+            # Megatron's MoE layers would take them for the batch.
+            raise BadInput(
+                "--micro-batch-size",
+                total // (packing.tokens_per_sample or total),
+                rule="with context parallelism, a rank may hold the rows of less than two packed sequences",
+                remedy="Use a smaller --micro-batch-size, such as 1.",
+            )
+        if self._slices_sequence:
+            return Documents((firsts,), total, own_positions=True)
+        for start, end in itertools.pairwise((*firsts, total)):
+            if (end - start) % (2 * ranks):
+                raise BadInput(
+                    "cu_seqlens",
+                    f"{start} to {end}",
+                    rule=f"{ranks} context-parallel ranks hold two slices of each document, so its rows must "
+                    f"be a multiple of {2 * ranks}",
+                    remedy=f"Pad each document to a multiple of {2 * ranks} rows.",
+                )
+        return Documents(
+            (firsts,), total, own_positions=True, context_ranks=ranks, context_rank=layout.context_rank
+        )
+
+
+def _firsts(packing: PackedSeqParams, num_rows: int) -> tuple[int, ...]:
+    """The first row of each document of a packed micro-batch of ``num_rows`` rows."""
+    assert packing.qkv_format == "thd", f"an unknown packed format {packing.qkv_format}"
+    padded, bounds = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
+    assert bounds is not None
+    *firsts, end = sorted(set((bounds if padded is None else padded).tolist()))
+    assert firsts[0] == 0 and end == num_rows, f"documents {firsts} to {end} of {num_rows} rows"
+    return tuple(firsts)
 
 
 def _packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int) -> Documents:
@@ -65,11 +104,7 @@ def _packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int) ->
     batch (``TransformerLayer._maybe_unflatten_for_moe``): the first sequences of all ranks are one sequence
     here, the second ones the next. If a rank holds less than two sequences, all rows are one sequence.
     """
-    assert packing.qkv_format == "thd", f"an unknown packed format {packing.qkv_format}"
-    padded, bounds = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
-    assert bounds is not None
-    *firsts, end = sorted(set((bounds if padded is None else padded).tolist()))
-    assert firsts[0] == 0 and end == num_rows, f"documents {firsts} to {end} of {num_rows} rows"
+    firsts = _firsts(packing, num_rows)
     rows_per_rank = num_rows // ranks
     length = packing.tokens_per_sample or rows_per_rank
     if length > rows_per_rank or rows_per_rank % length:

@@ -8,8 +8,8 @@ Megatron's MLP, over the rows of all experts. Rows after the last offset may hol
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -19,11 +19,14 @@ from torch.nn import Module, Parameter
 from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.exchange.fixed_rows import ExpertOffsets
 from megatron_ampipe.layers.linear_layers import products_of, replaced
+from megatron_ampipe.runtime.saved_tensors import ExpertTensors, LinearOutput
 from megatron_ampipe.runtime.segment import DelayedTensors, WeightProducts
 from megatron_ampipe.schedule import Direction
 
 # R rows, K inputs and N outputs of a linear layer, L local experts.
 
+Product = Callable[[Tensor], LinearOutput]
+"""Multiplies rows ``[R, K]`` to ``[R, N]``."""
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 """Bytes that the rows of both operands of torch's grouped product must be a multiple of."""
@@ -37,9 +40,7 @@ def require_local_experts(experts: Module) -> None:
         raise SETTING["rows"].refuse("fixed", rule, remedy)
 
 
-def run_experts(
-    experts: Module, rows: Tensor, offsets: ExpertOffsets, probs: Tensor, weights: ExpertWeights
-) -> Tensor:
+def run_experts(experts: Module, rows: Tensor, probs: Tensor, products: FixedProducts) -> Tensor:
     """Apply Megatron's local experts to ``[R, D]``, sorted by expert, with probabilities ``[R]``."""
     assert isinstance(experts, SequentialMLP)
     if experts.config.moe_apply_probs_on_input:
@@ -48,15 +49,33 @@ def run_experts(
     layers: Sequence[Any] = list(experts.local_experts)
     up, down = [layer.linear_fc1 for layer in layers], [layer.linear_fc2 for layer in layers]
     forwards: list[tuple[Module, str, object]] = []
-    for linears, stacked, scale in ((up, weights.up, None), (down, weights.down, probs)):
+    for linears, run in ((up, products.up(up)), (down, products.down(down, probs))):
         forwards += [(linear, "forward", _enter) for linear in linears[1:]]
-        run = functools.partial(_products, linears, offsets, stacked, scale)
         forwards.append((linears[0], "forward", run))
     with replaced(*forwards):
         output, bias = layers[0](rows, probs)
     assert bias is None
     result: Tensor = output
     return result
+
+
+class FixedProducts(NamedTuple):
+    """How the products over the local experts of one chunk run."""
+
+    offsets: ExpertOffsets
+    weights: ExpertWeights
+    inner: ExpertTensors | None
+    """What runs them, if they save less."""
+
+    def up(self, linears: Sequence[Any]) -> Product:
+        """In place of the forward of the first of the experts' first linear layers."""
+        run = functools.partial(_products, linears, self.offsets, self.weights.up, None)
+        return run if self.inner is None else functools.partial(self.inner.up, run)
+
+    def down(self, linears: Sequence[Any], probs: Tensor) -> Product:
+        """The same of the last linear layers, whose biases are weighted by ``probs``."""
+        run = functools.partial(_products, linears, self.offsets, self.weights.down, probs)
+        return run if self.inner is None else functools.partial(self.inner.down, run)
 
 
 def _enter() -> None:
@@ -69,7 +88,7 @@ def _products(
     stacked: StackedWeights,
     scale: Tensor | None,
     rows: Tensor,
-) -> tuple[Tensor, None]:
+) -> LinearOutput:
     """In place of the forward of the first of these linear layers: ``[R, K]`` to ``[R, N]``."""
     for other in linears[1:]:
         other()

@@ -56,9 +56,10 @@ class _PairedLayer(TransformerLayer):
         if stack is not None and self is self.block.attention_layer:
             rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
             packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
+            padding = kwargs.pop("padding_mask", None)
             refuse_extra_arguments(kwargs)
             documents = self.block.documents(packing, mask, hidden_states)
-            hidden_states = stack(hidden_states, rotary_pos_emb, documents)
+            hidden_states = stack(hidden_states, rotary_pos_emb, documents, padding)
         return hidden_states, None
 
 

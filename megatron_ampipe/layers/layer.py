@@ -83,6 +83,7 @@ class AMPipeTransformerLayer(TransformerLayer):
         context: Tensor | None = None,
         rotary_pos_emb: RotaryEmbedding | None = None,
         inference_context: object = None,
+        padding_mask: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the block. The first layer of a stack runs all its blocks; the others return their input.
@@ -96,6 +97,7 @@ class AMPipeTransformerLayer(TransformerLayer):
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: As in Megatron.
             inference_context: As in Megatron.
+            padding_mask: ``[B, S]``, True for rows that count in no loss of the router.
             kwargs: Megatron's other arguments; all must be None except ``packed_seq_params``.
 
         Returns:
@@ -113,6 +115,7 @@ class AMPipeTransformerLayer(TransformerLayer):
                 rotary_pos_emb=rotary_pos_emb,
                 inference_context=inference_context,
                 packed_seq_params=packing,
+                padding_mask=padding_mask,
                 **kwargs,
             )
             layer = functools.partial(checkpoint, stock, False) if block.recomputes else stock
@@ -135,7 +138,7 @@ class AMPipeTransformerLayer(TransformerLayer):
             half = functools.partial(checkpoint, attention, False) if block.recomputes else attention
             hidden_states, context = half(hidden_states)
         if stack is not None:
-            hidden_states = stack(hidden_states, rotary_pos_emb, documents)
+            hidden_states = stack(hidden_states, rotary_pos_emb, documents, padding_mask)
         return hidden_states, context
 
 

@@ -20,7 +20,7 @@ from megatron_ampipe.exchange.packing import AllToAllChunk, HostSplits
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
-from megatron_ampipe.layers.fixed_experts import run_experts
+from megatron_ampipe.layers.fixed_experts import FixedProducts, run_experts
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
@@ -42,7 +42,7 @@ def _read_by_route(block: ReadBlock) -> list[Module]:
 def choose(state: BlockPass, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
     """Route all chunks at once: ``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``."""
     probs, state.chosen, logits = state.block.moe.router(
-        normed, block=state.routing, chunk=0, **_ids_of(state, state.whole)
+        normed, block=state.routing, chunk=0, **_of_rows(state, state.whole)
     )
     return probs.view(*normed.shape[:2], -1), logits
 
@@ -59,17 +59,19 @@ def route(state: BlockPass, chunk: int, normed: Tensor, *choice: Tensor) -> tupl
         chosen = state.chosen.view(-1, normed.shape[1], state.chosen.shape[-1])
         routing_map = take_rows(chosen, state.chunks[chunk].hidden).flatten(0, 1)
     else:
-        ids = _ids_of(state, state.chunks[chunk])
-        probs, routing_map, logits = state.block.moe.router(normed, block=state.routing, chunk=chunk, **ids)
+        others = _of_rows(state, state.chunks[chunk])
+        probs, routing_map, logits = state.block.moe.router(
+            normed, block=state.routing, chunk=chunk, **others
+        )
     dispatcher = state.dispatchers[chunk]
     tokens, token_probs = dispatcher.dispatch_preprocess(_narrowed(state.block, normed), routing_map, probs)
     return tokens, token_probs, logits
 
 
-def _ids_of(state: BlockPass, chunk: Chunk) -> dict[str, Tensor]:
-    """The further argument of a router that reads token ids."""
-    ids = state.token_ids
-    return {} if ids is None else {"token_ids": take_rows(ids, chunk.hidden)}
+def _of_rows(state: BlockPass, chunk: Chunk) -> dict[str, Tensor]:
+    """Further arguments of a router: the ids of tokens, if it reads them, and which rows are padding."""
+    given = {"token_ids": state.token_ids, "padding": state.padding}
+    return {name: take_rows(rows, chunk.hidden) for name, rows in given.items() if rows is not None}
 
 
 @runs(kinds.CONDENSE)
@@ -177,7 +179,7 @@ def collect(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction
 @runs(kinds.GATHER, kinds.REGATHER)
 def gather(state: BlockPass, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """All-gather tokens ``[T, D]`` and probabilities over the ranks that share an expert, in rank order."""
-    gathers = [rows for chunk in chunks if (rows := _host_splits(state, chunk).gather) is not None]
+    gathers = [state.dispatchers[chunk].gather() for chunk in chunks]
     return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
 
@@ -215,8 +217,8 @@ def _products(
 ) -> Tensor:
     block = state.block
     if isinstance(tokens_per_expert, ExpertOffsets):
-        assert inner is None, "a memory strategy with fixed rows"
-        return run_experts(block.moe.experts, tokens, tokens_per_expert, probs, state.expert_weights)
+        products = FixedProducts(tokens_per_expert, state.expert_weights, inner)
+        return run_experts(block.moe.experts, tokens, probs, products)
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
     stock = replaced((block.moe.experts, "activation_recompute", False))
     with stock, products_run_by(inner, block.expert_products):

@@ -86,6 +86,8 @@ class ChunkLosses:
     """The loss functions in order: name, index in ``tensors``, and the routing map ``[T, E]`` bool."""
     counts_experts: bool = False
     """Whether the router adds its choice to the counts of the expert bias."""
+    padding: Tensor | None = None
+    """``[T]`` bool, True for tokens that count in no loss and in no count; None if all count."""
 
     def add(self, name: str, tensor: Tensor, routing_map: Tensor | None = None) -> None:
         """Record a call of the loss function ``name``."""
@@ -125,6 +127,10 @@ class BlockRouting:
     first_tokens: Sequence[int]
     prescribed: Tensor | None
     """The experts that a routing replay prescribes, ``[T, K]``; None without a replay."""
+    is_recompute: bool = False
+    """Whether this is the recompute of a forward pass."""
+    looks_for_replay: bool = False
+    """Whether the recompute has not yet looked what the backward pass is to replay."""
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
     """The loss calls of each chunk."""
     parts: dict[object, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
@@ -160,6 +166,10 @@ class ChunkReplay:
     ) -> tuple[Tensor, Tensor]:
         """As ``RouterReplay.get_replay_topk``, for the tokens of the chunk."""
         block = self._block
+        if block.looks_for_replay:
+            block.looks_for_replay = False
+            if self._whole.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
+                block.prescribed = prescribed_by(self._whole)
         if block.prescribed is not None:
             if block.prescribed.device != scores.device:
                 block.prescribed = copy_to_device(block.prescribed, scores.device)
@@ -168,7 +178,8 @@ class ChunkReplay:
             return scores.gather(1, indices), indices
         assert default_compute_topk is not None
         values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self._whole.router_replay_action is RouterReplayAction.RECORD:
+        # Next to a recompute, the forward pass of the next micro-batch may record its own choice.
+        if self._whole.router_replay_action is RouterReplayAction.RECORD and not block.is_recompute:
             recorded = block.join("replay", self._chunk, indices)
             if recorded is not None:
                 self._whole.record_indices(*recorded)
@@ -260,16 +271,28 @@ class ChunkRouting(_Router):
     """Records the loss calls of the chunk that is being routed; None otherwise."""
 
     def begin_block(
-        self, num_tokens: int, *, per_chunk: bool, first_tokens: Sequence[int] = (0,)
+        self,
+        num_tokens: int,
+        *,
+        per_chunk: bool,
+        first_tokens: Sequence[int] = (0,),
+        first_run: BlockRouting | None = None,
     ) -> BlockRouting:
         """Create the routing state of a block with ``num_tokens`` on this rank, for :meth:`forward`.
 
         ``first_tokens`` are the first token of each chunk. With ``per_chunk``, each has a separate capacity.
+        ``first_run`` is the state of the pass that this one recomputes: what was prescribed then is
+        prescribed again, unless a replay has choices for backward passes.
         """
         config, capacity, replay = self.config, None, self.router_replay
         if config.moe_expert_capacity_factor is not None:
             at_once = per_chunk or config.moe_token_drop_policy == "probs"
             capacity = Capacity(config, self.topk, None if at_once else num_tokens)
+        if first_run is not None:
+            prescribed = first_run.prescribed
+            return BlockRouting(
+                capacity, num_tokens, first_tokens, prescribed, is_recompute=True, looks_for_replay=True
+            )
         prescribed = None if replay is None else prescribed_by(replay)
         return BlockRouting(capacity, num_tokens, first_tokens, prescribed)
 
@@ -280,6 +303,7 @@ class ChunkRouting(_Router):
         block: BlockRouting | None = None,
         chunk: int = 0,
         token_ids: Tensor | None = None,
+        padding: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, ...]:
         """Route the tokens of one chunk without the losses; without ``block``, run the class unchanged.
@@ -290,6 +314,7 @@ class ChunkRouting(_Router):
             block: From :meth:`begin_block`; with a capacity, chunks must be routed in order.
             chunk: The index of the chunk in the block; 0 if all are routed at once.
             token_ids: ``[R, B]``, for a class that reads ids (``TokenIdRouter``).
+            padding: ``[R, B]`` bool, True for rows that count in no loss and not in the expert bias.
 
         Returns:
             ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool; for a chunk also the input ``[R, B, L]`` of
@@ -299,7 +324,7 @@ class ChunkRouting(_Router):
             routed: tuple[Tensor, ...] = super().forward(hidden, *args, **kwargs)
             return routed
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
-        losses = block.losses[chunk] = ChunkLosses()
+        losses = block.losses[chunk] = ChunkLosses(padding=None if padding is None else padding.flatten())
         config, replay = self.config, self.router_replay
         kept: dict[str, object] = {"config": config, "_noted": None}
         # Not by ``setattr``, which looks for parameters and modules first.
@@ -326,6 +351,8 @@ class ChunkRouting(_Router):
                 # The stock router counts the padding: every expert has the same number of rows.
                 counted = torch.ones_like(routing_map[: block.capacity.slots(len(routing_map))])
         if losses.counts_experts:
+            if losses.padding is not None:
+                counted = counted & ~losses.padding.unsqueeze(-1)
             super()._apply_expert_bias(counted)
         return probs, routing_map, losses.packed(hidden)
 
@@ -353,11 +380,16 @@ class ChunkRouting(_Router):
         sequence_length, batch = packed.shape[:2]
         chunks = [block.losses[index] for index in sorted(block.losses)]
         tensors = chunks[0].unpacked(packed)
+        masks = [chunk.padding for chunk in chunks if chunk.padding is not None]
+        padding = torch.cat(masks) if masks else None
+        # Older versions of Megatron have no such arguments.
+        masked: dict[str, Tensor] = {} if padding is None else {"padding_mask": padding}
+        counts = {} if padding is None else {"with_padding_mask": True}
         # Attaching a loss to a tensor gives a new tensor, which is differentiated in place of the old one.
         carriers = list(tensors)
         for number, (name, index, _) in enumerate(chunks[0].calls):
             if name == "apply_z_loss":
-                carriers[index] = self.apply_z_loss(carriers[index])
+                carriers[index] = self.apply_z_loss(carriers[index], **masked)
                 continue
             maps = (chunk.calls[number][2] for chunk in chunks)
             routing_map = torch.cat([chunk_map for chunk_map in maps if chunk_map is not None])
@@ -366,11 +398,11 @@ class ChunkRouting(_Router):
         if self.has_stock_routing and self.is_aux_loss_enabled():
             (logits,) = carriers
             routing_map, scores = compute_routing_scores_for_aux_loss(
-                logits, self.topk, self.score_function, fused=self.config.moe_router_fusion
+                logits, self.topk, self.score_function, fused=self.config.moe_router_fusion, **masked
             )
-            carrier = self._apply_aux_loss(logits, scores, routing_map)
-            carrier = self._apply_seq_aux_loss(carrier, scores, routing_map, sequence_length, batch)
-            carriers = [self._apply_global_aux_loss(carrier, scores, routing_map)]
+            carrier = self._apply_aux_loss(logits, scores, routing_map, **counts)
+            carrier = self._apply_seq_aux_loss(carrier, scores, routing_map, sequence_length, batch, **counts)
+            carriers = [self._apply_global_aux_loss(carrier, scores, routing_map, **counts)]
         sums = [carrier.sum(dtype=torch.float32) for carrier in carriers or [packed]]
         return functools.reduce(torch.add, sums)
 

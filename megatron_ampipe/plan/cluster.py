@@ -218,6 +218,7 @@ class Cluster:
 
     Attributes:
         ranks_per_node: Ranks on one node; ``intra`` applies between them.
+        nvlink: Whether all transfers inside a node are over NVLink, not held to a lower rate.
         device_memory_gib: Memory of one rank; if given, it is compared with the memory that a plan needs.
         intra: Collectives between ranks of one node. ``stock_all_to_all`` is the operation of Megatron's
             layer if it differs from AMPipe's (gloo).
@@ -234,6 +235,7 @@ class Cluster:
 
     description: str
     ranks_per_node: int
+    nvlink: bool = False
     device_memory_gib: float | None = None
     intra: Mapping[Operation, TransferCost] | None = None
     inter: Mapping[Operation, TransferCost] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Unpack
 
-from megatron_ampipe.plan.cluster import Cluster, Overhead
+from megatron_ampipe.plan.cluster import Cluster, IssuedKind, Overhead
 from megatron_ampipe.plan.planner import PlanOptions, make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES
@@ -22,6 +22,10 @@ FACTORS = (1.0, 2.0, 4.0, 8.0)
 NUM_HALVINGS = 2
 """How often the range between two of them is halved, on a logarithmic scale, to find where a plan changes."""
 _DEGREES = (1, 2, 3, 4)
+GRAPH_LAUNCH_US = 10.0
+"""The assumed time in which a host starts the graph of a stage."""
+CAPTURED: tuple[IssuedKind, ...] = ("qkv", "attention", "route")
+"""The stages of the modules ``attn``, ``moe_router`` and ``moe_preprocess``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,13 @@ def with_host_times(cluster: Cluster, factor: float) -> Cluster:
     if issue_of is not None:
         issue_of = {kind: _scaled(overhead, factor) for kind, overhead in issue_of.items()}
     return replace(cluster, host=replace(host, issue=_scaled(host.issue, factor), issue_of=issue_of))
+
+
+def with_graphs(cluster: Cluster) -> Cluster:
+    """The cluster with a host for which a captured stage is one launch (``--cuda-graph-modules``)."""
+    launch = replace(cluster.host.issue, forward_us=GRAPH_LAUNCH_US, backward_us=GRAPH_LAUNCH_US)
+    issue_of = {**(cluster.host.issue_of or {}), **dict.fromkeys(CAPTURED, launch)}
+    return replace(cluster, host=replace(cluster.host, issue_of=issue_of))
 
 
 def by_host_time(predictor: Predictor, chosen: Pipeline, **options: Unpack[PlanOptions]) -> list[HostRow]:

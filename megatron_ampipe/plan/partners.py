@@ -72,7 +72,7 @@ def best_partners(
         if degree == 1:
             named.append(replace(partner, order=LISTED))
         compared = [] if best is None else [best]
-        compared += [_prediction(predictor, candidate) for candidate in named]
+        compared += [prediction(predictor, candidate) for candidate in named]
         fastest_us = min(prediction.time_us for prediction in compared)
         if least_us < min(below_us, fastest_us):
             compared.append(_searched(predictor, partner))
@@ -83,7 +83,7 @@ def best_partners(
 
 def as_megatron(predictor: Predictor) -> PartnerPrediction:
     """The same layers, uncut, in the order of Megatron's own overlap."""
-    return _prediction(predictor, Partner(1, _schedule(predictor), MEGATRON))
+    return prediction(predictor, Partner(1, _schedule(predictor), MEGATRON))
 
 
 def _schedule(predictor: Predictor) -> str:
@@ -97,7 +97,8 @@ def _passes(predictor: Predictor, partner: Partner) -> tuple[Schedule, tuple[int
     return schedule if len(predictor.layers) == 1 else period(schedule), lengths
 
 
-def _prediction(predictor: Predictor, partner: Partner) -> PartnerPrediction:
+def prediction(predictor: Predictor, partner: Partner) -> PartnerPrediction:
+    """The time of both passes together, in the order that the partner says."""
     around_us = _around_us(predictor, partner)
     return PartnerPrediction(partner, both_passes(predictor, partner).end_us + around_us)
 
@@ -113,7 +114,7 @@ def _around_us(predictor: Predictor, partner: Partner) -> float:
 def _searched(predictor: Predictor, partner: Partner) -> PartnerPrediction:
     """The same with the best order of a short stack, searched from Megatron's order."""
     timed = both_passes(short_stack(predictor), replace(partner, order=LISTED))
-    return _prediction(predictor, replace(partner, period=best_period(timed)))
+    return prediction(predictor, replace(partner, period=best_period(timed)))
 
 
 def best_period(timed: TimedProgram) -> Program:

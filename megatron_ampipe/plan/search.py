@@ -291,7 +291,15 @@ def _tapered(rows: int, count: int, unit: int, ratio: float) -> tuple[int, ...]:
     """Lengths with a constant ratio between adjacent chunks; multiples of the unit except for the last."""
     weights = [ratio**index for index in range(count)]
     lengths = [max(unit, round(rows * weight / sum(weights) / unit) * unit) for weight in weights]
+    surplus = sum(lengths) - rows // unit * unit
     longest = lengths.index(max(lengths))
-    lengths[longest] += rows // unit * unit - sum(lengths)
+    if surplus < lengths[longest]:
+        lengths[longest] -= surplus
+        surplus = 0
+    while surplus > 0:
+        # Every chunk has at least one unit, so that several long ones may have to give some away.
+        longest = lengths.index(max(lengths))
+        lengths[longest] -= unit
+        surplus -= unit
     lengths[-1] += rows % unit
     return tuple(lengths)

@@ -38,6 +38,7 @@ class _Iteration:
     """The stages of one training iteration; ``origin`` is the same moment on the host and on the device."""
 
     number: int
+    is_repeat: bool = False
     marks: list[_Mark] = field(default_factory=list)
     num_passes: int = 0
     # One origin per iteration: a long time between two events loses precision.
@@ -67,6 +68,11 @@ class Recorder:
         self.recording = True
         if not self._iterations or self._iterations[-1].number != iteration:
             self._iterations.append(_Iteration(iteration))
+
+    def repeat_iteration(self) -> None:
+        """What is recorded from now on is of a repeat of the current iteration, if that is recorded."""
+        if self.recording:
+            self._iterations.append(_Iteration(self._iterations[-1].number, is_repeat=True))
 
     def pause(self) -> None:
         """Stop recording until the next call of :meth:`start_iteration`."""
@@ -103,6 +109,7 @@ class Recorder:
                 layer,
                 current.number,
                 of_next_microbatch=stage.of_next_microbatch,
+                of_repeat=current.is_repeat,
             )
             current.marks.append(_Mark((direction, current.num_passes), begin, end, span))
 
@@ -121,13 +128,13 @@ class Recorder:
 
         On CUDA this waits for the device.
         """
-        moments: defaultdict[tuple[Direction, int], list[float]] = defaultdict(list)
+        moments: defaultdict[tuple[Direction, int, bool], list[float]] = defaultdict(list)
         for recorded in self._iterations:
             for mark in recorded.marks if recorded.number == iteration else ():
                 begin, end = _microseconds(mark.begin, recorded), _microseconds(mark.end, recorded)
-                moments[mark.pass_key] += begin, end
+                moments[*mark.pass_key, recorded.is_repeat] += begin, end
         times: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-        for (direction, _), pass_moments in moments.items():
+        for (direction, _, _), pass_moments in moments.items():
             times[direction].append(max(pass_moments) - min(pass_moments))
         return times
 

@@ -59,6 +59,11 @@ class Chunk:
         """How many keys, from the start of the sequence, the queries of the chunk can attend to."""
         return max(span.global_end for span in self.queries)
 
+    def seeing(self, num_keys: int) -> Chunk:
+        """The same rows, of which each span can attend to ``num_keys`` keys."""
+        queries = tuple(replace(span, global_start=num_keys - span.length) for span in self.queries)
+        return Chunk(self.hidden, queries)
+
     @classmethod
     def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
         """Join several chunks into one, in memory order and with as few spans as possible."""
@@ -270,15 +275,57 @@ class Documents:
         num_rows: Rows of a sequence.
         own_positions: Whether positions of the rotary embedding start at 0 in each document (packed
             documents). Otherwise they count in the sequence (documents separated by the data loader's mask).
+        context_ranks: Number of context-parallel ranks that share each document: rank ``r`` holds the slices
+            ``r`` and ``2 * ranks - 1 - r`` of every document, one document after another. 1 if a rank holds
+            slices of the sequence, as :class:`SequenceLayout` says.
+        context_rank: This rank among them.
     """
 
     starts: tuple[tuple[int, ...], ...]
     num_rows: int
     own_positions: bool
+    context_ranks: int = 1
+    context_rank: int = 0
 
     def __post_init__(self) -> None:
         for starts in self.starts:
             assert starts == tuple(sorted({0, *starts})), f"the documents begin at {starts}"
+        assert self.context_ranks == 1 or len(self.starts) == 1, "ranks share the documents of one sequence"
+
+    def divided(self, chunk: Chunk) -> Chunk:
+        """The chunk with the same rows of this rank, of documents that ranks share."""
+        queries = [self.spans_between(span.local_start, span.local_end) for span in chunk.queries]
+        return Chunk(chunk.hidden, tuple(itertools.chain.from_iterable(queries)))
+
+    def spans_between(self, first: int, last: int) -> tuple[Span, ...]:
+        """The spans of a rank's rows from ``first`` on, up to ``last``, of documents that ranks share."""
+        spans = []
+        for part in self._slices_of(self.context_rank):
+            start, end = max(first, part.local_start), min(last, part.local_end)
+            if start < end:
+                spans.append(Span(start, end - start, part.global_start + start - part.local_start))
+        return tuple(spans)
+
+    def order_of_ranks(self) -> list[int]:
+        """For each row of the sequence, its place among the rows of all ranks, one rank after another."""
+        places = [0] * self.num_rows
+        rows_of_rank = self.num_rows // self.context_ranks
+        for rank in range(self.context_ranks):
+            for part in self._slices_of(rank):
+                first = rank * rows_of_rank + part.local_start
+                places[part.global_start : part.global_end] = range(first, first + part.length)
+        return places
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  Every chunk and every layer asks for the same slices.
+    def _slices_of(self, rank: int) -> tuple[Span, ...]:
+        """The two slices that a rank holds of each document."""
+        ranks, slices = self.context_ranks, []
+        for start, end in itertools.pairwise((*self.starts[0], self.num_rows)):
+            length = (end - start) // (2 * ranks)
+            for place, index in enumerate((rank, 2 * ranks - 1 - rank)):
+                local_start = start // ranks + place * length
+                slices.append(Span(local_start, length, start + index * length))
+        return tuple(slices)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  Every layer asks for the same chunks.
     def rows_of(self, spans: tuple[Span, ...]) -> tuple[DocumentRows, ...]:

@@ -47,7 +47,8 @@ def custom_schedule(name: str, degree: int, features: BlockFeatures) -> Schedule
     try:
         returned = function(degree, features)
     except Exception as error:
-        raise _refusal(name, degree, f"fails: {type(error).__name__}: {error}".rstrip(".")) from error
+        message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        raise _refusal(name, degree, f"fails: {message}") from error
     try:
         # The text form has only stages that exist at this degree.
         schedule = from_text(to_text(returned) if isinstance(returned, Schedule) else _text(returned))

@@ -35,8 +35,6 @@ OTHER_FP8_RECIPE = (
     "Use --fp8-recipe blockwise, mxfp8 or tensorwise.",
 )
 """Why no other recipe works, and what to do."""
-PACKED_WITH_CONTEXT = "chunks of packed documents are not supported with context parallelism yet"
-"""Why documents cannot be packed where the sequence is split over ranks."""
 WEIGHTS_TOGETHER = (
     "only the linear layers of --transformer-impl local, and of Transformer Engine from "
     "2.3 on without its fused operations and joint biases, can compute gradients of weights apart",
@@ -246,6 +244,8 @@ def uses_ring_attention(settings: AttentionSettings) -> bool:
 
 def ring_hindrance(settings: AttentionSettings) -> str | None:
     """Why ring attention is not possible; None if it is."""
+    if getattr(settings, "sft", False) or getattr(settings, "dataloader_inter_document_masking", False):
+        return "packed documents"
     if settings.attention_dropout > 0:
         return "attention dropout"
     if settings.window_size is not None:

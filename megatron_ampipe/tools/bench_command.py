@@ -25,6 +25,7 @@ from megatron_ampipe.files.inputs import adder, at_least, matching, several
 from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.recorded_routing import read_routing
 from megatron_ampipe.schedule import (
     KEEP,
     PAPER_NAMES,
@@ -69,6 +70,8 @@ examples:
       two nodes of two ranks: a slow network between them, and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
+  ampipe bench --ranks 4 --link emulated:200mbit --imbalance 2
+      as in a training where the busiest rank gets twice the mean
   ampipe bench --from bench.json --predict cluster.yaml
       table of an earlier result, next to what the planner predicts
   ampipe bench --from 100mbit.json 200mbit.json --plot speedups.png --csv speedups.csv
@@ -87,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", "NAME,NAME", "only these cases of the grid (default: all)")
     add_link_arguments(parser, fewest_ranks=1)
     _add_variants(add)
+    _add_routing(adder(parser.add_mutually_exclusive_group()))
     _add_repeats(add)
     _add_outputs(add)
 
@@ -115,6 +119,14 @@ def _add_variants(add: Callable[..., None]) -> None:
     orders = " or ".join(PARTNER_ORDERS)
     partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
     add("--partner", "P,P", partners, type=several(matching("|".join((OFF, *PARTNER_ORDERS)), OFF)))
+
+
+def _add_routing(add: Callable[..., None]) -> None:
+    """How unevenly experts are used."""
+    busiest = "rows of the busiest rank over the mean, by a bias of the router (default: as the grid says, 1)"
+    add("--imbalance", "X", busiest, type=float)
+    recorded = "take that from a training that ran with --ampipe-routing-dir"
+    add("--routing", "DIR", recorded, type=Path)
 
 
 def _add_repeats(add: Callable[..., None]) -> None:
@@ -220,14 +232,23 @@ def _measure(arguments: argparse.Namespace) -> Report:
             result.write(document, arguments.json)
 
     try:
-        with tqdm(leave=False, disable=None, unit=" passes") as bar:
+        unit = " iterations" if arguments.end_to_end else " passes"
+        with tqdm(desc=f"{job.num_ranks} ranks start", leave=False, disable=None, unit=unit) as bar:
+
+            def on_pass() -> None:
+                if not bar.n:
+                    bar.set_description_str("ampipe bench")
+                bar.update()
+
             if arguments.end_to_end:
                 document["rounds"] = rounds = arguments.rounds or ROUNDS
+                trainings = rounds * sum(map(len, job.variants))
+                bar.reset(total=trainings * (job.warmup + job.repeats))
                 document |= {"micro_batches": job.micro_batches, "loss_tolerance": training.TOLERANCE}
-                for case in training.measure(job, rounds=rounds, on_iteration=bar.update):
+                for case in training.measure(job, rounds=rounds, on_iteration=on_pass):
                     finished(case)
             else:
-                _time_blocks(job, document["hardware"], on_pass=bar.update, finished=finished)
+                _time_blocks(job, document["hardware"], on_pass=on_pass, finished=finished)
     except (AMPipeError, KeyboardInterrupt) as error:
         if document["cases"]:
             _show(document)
@@ -317,6 +338,14 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
     if emulates_peers and not link.emulated:
         arguments.refuse(f"--emulate-peers with --link {link.text}; use --link emulated:RATE")
     cases = read_grid(find_grid(arguments.grid), only=arguments.cases, num_ranks=count)
+    imbalance = _imbalance(arguments, count)
+    if imbalance is not None:
+        cases = tuple(replace(case, imbalance=imbalance) for case in cases)
+    if (end_to_end or emulates_peers) and any(case.imbalance > 1 for case in cases):
+        arguments.refuse(
+            "--imbalance: emulated peers send what they get, and a training changes the bias of its routers; "
+            "leave it out with --emulate-peers and --end-to-end"
+        )
     layers = arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1)
     fused = has_fused_weight_gradients(on_gpu=num_gpus > 0)
     blocks = [block_of_case(case, num_ranks=count, fused_gradients=fused) for case in cases]
@@ -336,6 +365,20 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         seed=arguments.seed,
         micro_batches=arguments.micro_batches or 2,
     )
+
+
+def _imbalance(arguments: argparse.Namespace, num_ranks: int) -> float | None:
+    """The imbalance that replaces that of the grid; None to leave it."""
+    if arguments.routing is None:
+        given: float | None = arguments.imbalance
+        return given
+    routing = read_routing(arguments.routing, flag="--routing")
+    if routing.num_experts % num_ranks:
+        arguments.refuse(
+            f"--routing {arguments.routing} is of {routing.num_experts} experts, which --ranks {num_ranks} "
+            "cannot share equally"
+        )
+    return routing.imbalance(num_ranks)
 
 
 def _variants(arguments: argparse.Namespace, case: Case, block: Block, layers: int) -> tuple[Variant, ...]:

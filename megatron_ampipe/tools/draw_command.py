@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,15 @@ from rich.table import Table
 
 from megatron_ampipe.files import outputs
 from megatron_ampipe.files.inputs import adder, at_least
-from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
+from megatron_ampipe.files.timeline import (
+    COMPUTE,
+    DIRECTIONS,
+    PREDICTED,
+    Communication,
+    StageSpan,
+    Timeline,
+    summary_of,
+)
 from megatron_ampipe.tools import packages, timeline_picture
 
 _CLOCK_US = 1.0
@@ -29,6 +37,9 @@ examples:
       another layer of one rank
   ampipe draw traces/ --predicted predicted.json --output timeline
       under every rank what ampipe plan --trace predicted.json predicted, and a table of both
+
+  ampipe draw ampipe.json --above megatron.json --output both
+      two predictions of ampipe plan --trace, Megatron's layers (--trace-of 1) above AMPipe's
 
 A run writes its traces with --ampipe-trace-dir traces/. Perfetto (ui.perfetto.dev) opens them as well.
 """
@@ -46,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layer", "N", layer, type=at_least(1))
     predicted = "draw this prediction of ampipe plan --trace below every rank, and compare"
     add("--predicted", "FILE", predicted, type=Path)
+    above = (
+        "draw the same layers of this trace above, on one scale, and compare: of a run, or of ampipe plan "
+        "--trace-of 1, which is Megatron's"
+    )
+    add("--above", "FILE", above, type=Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,12 +97,27 @@ def run(arguments: argparse.Namespace) -> int:
         if (rule := misfit(prediction, shown)) is not None:
             refuse(f"--predicted {arguments.predicted} {rule}. {_how_to_predict(shown[0])}")
         drawn = [timeline for rank in shown for timeline in (rank, with_layers_of(prediction, rank.spans))]
-    timeline_picture.draw(drawn, targets=targets, title="  \u00b7  ".join(title))
+    if arguments.above is not None:
+        above = _same_layers(Timeline.read_chrome(arguments.above), shown[0], arguments)
+        drawn = [above, *drawn]
+    found = {number_of_next(timeline, one) for timeline, one in _pairs(timelines, shown)}
+    numbers = {number for number in found if number is not None}
+    timeline_picture.draw(
+        drawn,
+        targets=targets,
+        title="  \u00b7  ".join(title),
+        next_microbatch=min(numbers) if len(numbers) == 1 else None,
+    )
+    for timeline in timelines:
+        print(f"rank {timeline.rank}, {_measured(timeline)}")
     for timeline in shown:
         print(
             f"rank {timeline.rank}: {timeline.hidden_share:.0%} of {timeline.communication_us / 1e3:.2f} ms "
             f"communication hidden under computation ({timeline_picture.layers_of(timeline)})"
         )
+    if arguments.above is not None:
+        for timeline in shown:
+            print(f"rank {timeline.rank}: {_compared(timeline, above)}")
     if arguments.predicted is not None:
         print(
             f"predicted: {prediction.hidden_share:.0%} of {prediction.communication_us / 1e3:.2f} ms "
@@ -95,6 +126,92 @@ def run(arguments: argparse.Namespace) -> int:
         Console().print(compare(prediction, shown))
     print(f"wrote {' and '.join(str(target) for target in targets)}")
     return 0
+
+
+def _same_layers(other: Timeline, shown: Timeline, arguments: argparse.Namespace) -> Timeline:
+    """The first micro-batch of a trace in the layers that are drawn, named for the picture."""
+    iteration = usual_iteration([other], {span.iteration for span in other.spans})
+    numbers = _layers(shown.spans)
+    found: dict[StageSpan, None] = {}
+    for layer in numbers if not other.is_predicted else _layers(other.spans):
+        found |= dict.fromkeys(first_pass(other.spans, iteration, layer))
+    spans = sorted(found, key=lambda span: span.begin_us)
+    if not other.is_predicted:
+        spans = [span for span in spans if span.layer in numbers]
+    held = _layers(spans)
+    if len(held) != len(numbers):
+        arguments.refuse(
+            f"--above {arguments.above} holds {len(held)} of the {len(numbers)} layers that are drawn; write "
+            f"it with ampipe plan --stack {shown.labels.get('stack', '1')} --trace FILE --trace-of 1"
+        )
+    name = "Megatron" if _is_stock(other) else "above"
+    selected = replace(other, spans=tuple(spans), labels={**other.labels, timeline_picture.NAME: name})
+    return with_layers_of(selected, shown.spans)
+
+
+def _is_stock(timeline: Timeline) -> bool:
+    """Whether nothing overlaps by its labels, as in Megatron's layers."""
+    labels = timeline.labels
+    overlapping = {"backward degree", "partner"} & labels.keys()
+    schedule = labels.get("schedule")
+    whole = labels.get("degree") == "1" and schedule in ("ampipe", "moe-only", "sequential")
+    return not overlapping and (whole or schedule == "sequential")
+
+
+def _compared(timeline: Timeline, above: Timeline) -> str:
+    """The lengths of both, first to last stage of every pass."""
+    ours, theirs = _passes_ms(timeline), _passes_ms(above)
+    name = above.labels[timeline_picture.NAME]
+    return f"{ours:.2f} ms, {name} {theirs:.2f} ms, {theirs / ours:.2f} times as fast (one micro-batch)"
+
+
+def _passes_ms(timeline: Timeline) -> float:
+    total_us = 0.0
+    for program in {span.program for span in timeline.spans}:
+        spans = [span for span in timeline.spans if span.program == program]
+        total_us += max(span.end_us for span in spans) - min(span.begin_us for span in spans)
+    return total_us / 1e3
+
+
+def _pairs(timelines: Sequence[Timeline], shown: Sequence[Timeline]) -> Iterator[tuple[Timeline, Timeline]]:
+    """Each timeline that is drawn, after the whole one that it is a part of."""
+    whole = {timeline.rank: timeline for timeline in timelines}
+    for one in shown:
+        yield whole[one.rank], one
+
+
+def number_of_next(timeline: Timeline, shown: Timeline) -> int | None:
+    """The number, from 1, of the micro-batch whose forward pass runs together with the backward pass shown.
+
+    Counts the forward passes of the same layer that began earlier in the iteration. None without such a pass.
+    """
+    first = next((span for span in shown.spans if span.of_next_microbatch), None)
+    if first is None:
+        return None
+    earlier = [
+        span
+        for span in timeline.spans
+        if (span.iteration, span.layer, span.kind) == (first.iteration, first.layer, first.kind)
+        and span.direction == first.direction
+        and span.stage.startswith(first.kind)
+        and span.chunk in (None, 0)
+        and span.begin_us < first.begin_us
+    ]
+    # Of a prediction, there is no earlier pass: it begins with a backward pass of micro-batch 1.
+    return max(len(earlier), 1) + 1
+
+
+def _measured(timeline: Timeline) -> str:
+    """What a run logs with ``--ampipe-measure``: of the recorded iterations, all layers and micro-batches."""
+    iterations = sorted({span.iteration for span in timeline.spans})
+    of_each = [
+        replace(timeline, spans=tuple(span for span in timeline.spans if span.iteration == iteration))
+        for iteration in iterations
+    ]
+    summary = summary_of([Communication.of(one) for one in of_each])
+    if timeline.is_predicted:
+        return f"predicted | {summary}"
+    return f"iterations {iterations[0]} to {iterations[-1]}, medians | {summary}"
 
 
 def usual_iteration(timelines: Sequence[Timeline], iterations: Iterable[int]) -> int | None:

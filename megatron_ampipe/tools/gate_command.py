@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ampipe.block.settings import SHIPPED_GATES
 from megatron_ampipe.errors import BadInput, DifferenceFound
+from megatron_ampipe.tools import progress
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ampipe.launch.flags import import_megatron
 
     warnings.simplefilter("ignore")
-    import_megatron()
+    with progress.shown("ampipe gate: importing Megatron"):
+        import_megatron()
     from megatron_ampipe.layers.gates import load_gate
 
     # The user's modules are found as with "python -m".

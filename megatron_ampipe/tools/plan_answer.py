@@ -29,6 +29,7 @@ from megatron_ampipe.schedule import (
     Pipeline,
     even_chunks,
 )
+from megatron_ampipe.tools.plan_recipe import domain_sentence
 
 
 def answer_of(
@@ -50,7 +51,7 @@ def answer_of(
         assumed.append(f"memory of a rank is not estimated: {memory}")
     block = predictor.of_layers(1)
     return {
-        "model": arguments.model,
+        "model": arguments.model or str(arguments.recipe),
         "cluster": arguments.cluster,
         "assumed": assumed,
         "stock_ms": plan.stock_ms,
@@ -336,6 +337,8 @@ def show(answer: ReportView, plan: Plan, console: Console, *, verbose: bool = Fa
         console.print(f"assumed: {sentence}", soft_wrap=True, style="dim")
     for table in _tables(answer):
         console.print(table)
+    if "next" in answer:
+        console.print(answer["next"], soft_wrap=True, markup=False, highlight=False)
     if not verbose:
         return
     console.print(_memory_table(answer["degrees"]))
@@ -347,6 +350,8 @@ def show(answer: ReportView, plan: Plan, console: Console, *, verbose: bool = Fa
 
 def _sentences(answer: ReportView, plan: Plan) -> Iterator[str]:
     """The choice, what it gains and needs."""
+    if (no := domain_sentence(answer)) is not None:
+        yield no
     if plan.helps:
         yield from _sentences_on_plan(answer, plan)
     else:

@@ -1,7 +1,7 @@
 """``ampipe plan``: predicts a model's blocks on a cluster, and chooses how to run them.
 
-Needs neither a GPU nor, except for ``--tape``, torch. Shows what :mod:`megatron_ampipe.plan` predicts;
-decides nothing itself.
+Needs neither a GPU nor, except for ``--tape`` and ``--recipe``, torch. Shows what :mod:`megatron_ampipe.plan`
+predicts; decides nothing itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import NamedTuple
 from rich.console import Console
 
 from megatron_ampipe.block.settings import AUTO, check_schedule
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import adder, at_least, value_of
+from megatron_ampipe.files.inputs import adder, at_least, several, value_of
+from megatron_ampipe.files.outputs import Report
 from megatron_ampipe.files.timeline import PREDICTED
-from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.host_times import HostRow, by_host_time
+from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
+from megatron_ampipe.plan.host_times import HostRow, by_host_time, in_words
 from megatron_ampipe.plan.model_block import StageLayers, block_of, layers_of
 from megatron_ampipe.plan.model_file import ModelFile, find_model, read_model
 from megatron_ampipe.plan.plan_file import Plan
@@ -40,6 +42,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES
+from megatron_ampipe.plan.sensitivity import over_host_time, over_link_rate
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
@@ -50,6 +53,7 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
     parse_stack,
 )
+from megatron_ampipe.tools import pictures, plan_picture, plan_recipe, progress
 from megatron_ampipe.tools.plan_answer import answer_of, host_of, show, timeline_of
 
 _QUIET_SECONDS = 3.0
@@ -64,20 +68,29 @@ examples:
       another layout than the model file names
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --trace predicted.json
       on figures measured on your machines; writes the plan, and the predicted timeline for ampipe draw
+  ampipe plan --recipe bf16_1024GPU_TP1PP16EP64.yaml --cluster dgx-h100
+      what stops a launch of a recipe of Megatron-LM, or of a job script, and what it would gain
 
 A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
-also found by name in configs/models and configs/clusters.
+also found by name in configs/models and configs/clusters. A recipe is a YAML file with a section ARGS, as in
+Megatron-LM's examples/moe_recipes; all other files are read as job scripts. Megatron's parser reads their
+flags, and nothing in them is run.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe plan``."""
     add = adder(parser)
-    add("--model", "FILE", "model file, or the name of a shipped one", required=True)
+    add_question = adder(parser.add_mutually_exclusive_group(required=True))
+    add_question("--model", "FILE", "model file, or the name of a shipped one")
+    add_question("--recipe", "FILE", "recipe with ARGS, or job script, of Megatron-LM", type=Path)
     add("--cluster", "FILE", "cluster file, or the name of a shipped one", required=True)
-    override = "a Megatron flag that replaces the model file's, for example seq-length=8192; repeatable"
+    override = "a Megatron flag that replaces the file's, for example seq-length=8192; repeatable"
     add("--set", "FLAG=VALUE", override, type=_override, action="append", default=[])
-    add("--ranks", "N", "ranks of the whole run (default: those of one node)", type=at_least(1))
+    without = "with --recipe: flags to leave out"
+    add("--without", "FLAG,FLAG", without, type=several(str), default=[])
+    ranks = "ranks of the whole run (default: as the recipe says, else those of one node)"
+    add("--ranks", "N", ranks, type=at_least(1))
     add_unevenness = adder(parser.add_mutually_exclusive_group())
     busiest = "tokens of the busiest rank over the mean; 1 if experts are evenly used"
     add_unevenness("--imbalance", "X", busiest, type=float, default=1.0)
@@ -101,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verbose", None, verbose, action="store_true")
     add("--output", "FILE", "write the plan, for --ampipe-plan FILE", type=Path)
     add("--json", "FILE", "write the answer as JSON; - for stdout, in place of the table")
+    suffixes = " or ".join(pictures.SUFFIXES)
+    plot = (
+        "draw how the speedup of the plan depends on the host's time per stage and on the rate of the links; "
+        f"the suffix, {suffixes}, gives the format"
+    )
+    add("--plot", "FILE", plot, type=Path)
     trace = "write the predicted timeline in the form of a run's, for ampipe draw"
     add("--trace", "FILE", trace, type=Path)
     schedule = (
@@ -158,7 +177,18 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: an output cannot be written.
     """
     _check_outputs(arguments)
-    question = _question_of(arguments)
+    cluster = read_cluster(find_cluster(arguments.cluster))
+    recipe, judgement = None, None
+    if arguments.recipe is not None:
+        recipe, judgement = _judged(arguments, cluster)
+    try:
+        question = _question_of(arguments, cluster, recipe, judgement)
+    except BadInput as refusal:
+        if recipe is None or judgement is None or not judgement.stops:
+            raise
+        # What stops the launch is the answer.
+        answer = plan_recipe.report_of(recipe, judgement, ())
+        return _end(arguments, {**answer, "not_predicted": str(refusal)}, None)
     found = _search(question, arguments)
     plan = found.plans.chosen
     predictor = question.predictor.changed(exchange=plan.pipeline.exchange)
@@ -166,18 +196,67 @@ def run(arguments: argparse.Namespace) -> int:
     assumed = [*question.assumed, *_assumed_of_partners(plan, question.layers, arguments)]
     answer = answer_of(predictor, found.plans, found.alternatives, memory, arguments, assumed)
     answer |= host_of(predictor, found.by_host)
+    answer |= plan_recipe.domain_of(predictor)
+    if recipe is not None and judgement is not None:
+        flags = answer["flags"] or []
+        if flags:
+            judgement = recipe.judged(flags)
+        answer |= plan_recipe.report_of(recipe, judgement, flags)
+        answer |= plan_recipe.gains_of(question.predictor, found.plans, answer["layers"])
+        answer["next"] = plan_recipe.next_command(recipe, judgement, flags, arguments.without)
     _write_shown(predictor, plan, arguments)
+    if arguments.plot is not None:
+        _plot(predictor, plan, arguments)
     if arguments.output is not None:
         plan.write(arguments.output, head=arguments.command_line)
         print(f"wrote {arguments.output}", file=sys.stderr)
+    return _end(arguments, answer, plan)
+
+
+def _judged(
+    arguments: argparse.Namespace, cluster: Cluster
+) -> tuple[plan_recipe.AskedRecipe, plan_recipe.Judgement]:
+    """The recipe of a command line, and what its launch says."""
+    recipe = plan_recipe.asked(arguments, cluster)
+    with _shown_progress() as tell:
+        tell("Megatron's parser and checks")
+        return recipe, recipe.judged()
+
+
+def _end(arguments: argparse.Namespace, answer: Report, plan: Plan | None) -> int:
+    """Print or write the answer."""
     text = json.dumps(answer, indent=1) + "\n"
     if arguments.json == "-":
         print(text, end="")
         return 0
     if arguments.json is not None:
         outputs.write_text(Path(arguments.json), text)
-    show(answer, plan, Console(), verbose=arguments.verbose)
+    console = Console()
+    if "recipe" in answer:
+        for sentence in plan_recipe.sentences_of(answer):
+            console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+    if plan is not None:
+        show(answer, plan, console, verbose=arguments.verbose)
     return 0
+
+
+def _plot(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
+    """Draw the speedup of the plan, or of two chunks where Megatron's layers are chosen, as ``--plot``."""
+    pipeline = plan.pipeline_of(predictor.block.rows)
+    chosen = in_words(pipeline)
+    if not plan.helps:
+        stack = parse_stack(arguments.stack, flag="--stack")
+        pipeline = Pipeline.of(min(arguments.degrees), stack=stack)
+        chosen = f"Megatron's layers are chosen; drawn: {in_words(pipeline)}"
+    with _shown_progress() as tell:
+        tell("other hosts and links for --plot")
+        both = (over_host_time(predictor, pipeline), over_link_rate(predictor, pipeline))
+    lines = [line for line in both if line is not None]
+    if not lines:
+        arguments.refuse("--plot has nothing to show: one rank has all experts, and no host issues stages")
+    title = f"{arguments.model or arguments.recipe} on {arguments.cluster}"
+    plan_picture.draw(lines, target=arguments.plot, title=title, plan=chosen)
+    print(f"wrote {arguments.plot}", file=sys.stderr)
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -186,20 +265,34 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, name)
         if path not in (None, "-"):
             outputs.check(Path(path), flag=f"--{name}")
+    if arguments.plot is not None:
+        pictures.check(arguments.plot, flag="--plot")
     if arguments.trace_of is not None and arguments.trace is arguments.tape is None:
         arguments.refuse("--trace-of needs --trace FILE or --tape FILE")
 
 
-def _question_of(arguments: argparse.Namespace) -> _Question:
+def _question_of(
+    arguments: argparse.Namespace,
+    cluster: Cluster,
+    recipe: plan_recipe.AskedRecipe | None,
+    judgement: plan_recipe.Judgement | None,
+) -> _Question:
     """Read the files of a command line."""
     if arguments.schedule is not None:
         check_schedule(arguments.schedule, flag="--schedule")
     stack = parse_stack(arguments.stack, flag="--stack")
     exchanges = parse_exchanges(arguments.exchange, flag="--exchange")
-    cluster = read_cluster(find_cluster(arguments.cluster))
-    model = read_model(find_model(arguments.model), overrides=dict(arguments.set))
-    block, notes = block_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
-    assumed = list(notes)
+    ranks, assumed = arguments.ranks, []
+    if recipe is not None and judgement is not None:
+        model = plan_recipe.model_of(recipe.file, judgement)
+        ranks = recipe.ranks
+        assumed += [*recipe.assumed, *judgement.notes]
+    else:
+        if arguments.without:
+            arguments.refuse("--without leaves out flags of a recipe; add --recipe FILE")
+        model = read_model(find_model(arguments.model), overrides=dict(arguments.set))
+    block, notes = block_of(model, cluster, ranks=ranks, imbalance=arguments.imbalance)
+    assumed += notes
     if arguments.routing is not None:
         block, recorded = with_routing(block, arguments.routing)
         assumed += recorded
@@ -223,13 +316,13 @@ def _question_of(arguments: argparse.Namespace) -> _Question:
 def _search(question: _Question, arguments: argparse.Namespace) -> _Found:
     """Search for the fastest way to run, with other flags of Megatron too, and on slower hosts."""
     predictor = question.predictor
-    with _shown_progress() as progress:
-        options: PlanOptions = {**question.options, "progress": progress}
+    with _shown_progress() as tell:
+        options: PlanOptions = {**question.options, "progress": tell}
         plans = make_plans(predictor, **options)
         others = {}
         if arguments.exchange == AUTO:
             others = alternatives(predictor, **options)
-        progress("slower hosts")
+        tell("slower hosts")
         by_host = by_host_time(
             predictor,
             plans.chosen.pipeline,
@@ -261,8 +354,8 @@ def _shown_progress() -> Iterator[Progress]:
 
         yield print_late
         return
-    with console.status("searching") as status:
-        yield lambda text: status.update(f"searching {text}")
+    with progress.shown("ampipe plan: searching", console=console) as tell:
+        yield lambda text: tell(f"ampipe plan: searching {text}")
 
 
 def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> None:
@@ -273,7 +366,8 @@ def _write_shown(predictor: Predictor, plan: Plan, arguments: argparse.Namespace
         named = {} if arguments.schedule is None else {"schedule": arguments.schedule}
         pipeline = Pipeline.of(arguments.trace_of, stack=stack, **named)
     if arguments.trace is not None:
-        labels = {PREDICTED: f"{arguments.model} on {arguments.cluster}", **pipeline.labels}
+        asked = f"{arguments.model or arguments.recipe} on {arguments.cluster}"
+        labels = {PREDICTED: asked, **pipeline.labels}
         timeline_of(predictor, pipeline, labels=labels).write_chrome(arguments.trace)
     if arguments.tape is not None:
         layers = sharing_layers(predictor, pipeline.stack).layers

@@ -123,10 +123,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(job: BenchJob, launch: _Launch) -> list[OperationsReport]:
     """The reports of all ranks: of those that it starts, or of those that torchrun has started."""
-    with tqdm(unit=" steps", leave=False, disable=None if launch.is_first else True) as bar:
+    disable = None if launch.is_first else True
+    with tqdm(desc=f"{launch.count} ranks start", unit=" steps", leave=False, disable=disable) as bar:
 
         def on_message(rank: int, event: str, _: object = None) -> None:
             if rank == 0 and event == "progress":
+                if not bar.n:
+                    bar.set_description_str("ampipe profile")
                 bar.update()
 
         if launch.rank is None:

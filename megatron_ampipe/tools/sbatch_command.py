@@ -15,13 +15,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.files import outputs
-from megatron_ampipe.files.inputs import adder, at_least, find_config, load, matching
+from megatron_ampipe.files.flag_files import FlagFile, read_flag_file
+from megatron_ampipe.files.inputs import adder, at_least, find_config, load, matching, several
 from megatron_ampipe.files.outputs import ReportView
+from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.config_files import CONFIG_FLAG, groups_of
 from megatron_ampipe.tools import packages
 
@@ -35,6 +38,8 @@ examples:
       show the script for four nodes
   ampipe sbatch --nodes 1 --gpus-per-node 8 --model my-model.yaml --output job.sbatch -- --bf16 --lr 1e-4
       write it to a file; what follows -- are Megatron's flags, and replace what the files say
+  ampipe sbatch --recipe bf16_1024GPU_TP1PP16EP64.yaml --gpus-per-node 8 -- --ampipe-degree 2
+      a recipe of Megatron-LM, or the flags of another job script, on as many nodes as it names GPUs
   ampipe sbatch --nodes 2 --gpus-per-node 8 --model my-model.yaml --container reg.org#me/image --submit
       the same in a container (pyxis)
 
@@ -76,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_training(add: Callable[..., None]) -> None:
     """What is trained, and where it is saved."""
     add("--model", "NAME|FILE", "the model: a YAML file or a name in configs/models")
+    recipe = "in place of a model: a recipe (YAML with ARGS) or a job script; nothing in it is run"
+    add("--recipe", "FILE", recipe, type=Path)
+    add("--without", "FLAG,FLAG", "with --recipe: flags to leave out", type=several(str), default=[])
     add("--run", "NAME|FILE", "batch, learning rate, data", dest="run_file")
     add("flags", "-- FLAGS", "flags of Megatron and AMPipe for the training run", nargs="*")
     folder = (
@@ -89,7 +97,8 @@ def _add_training(add: Callable[..., None]) -> None:
 def _add_resources(add: Callable[..., None]) -> None:
     """What is asked of SLURM."""
     word = matching(_WORD, "gpu")
-    add("--nodes", "N", "number of nodes", type=at_least(1), required=True)
+    nodes = "number of nodes (default with --recipe: as many as it needs for its GPUs)"
+    add("--nodes", "N", nodes, type=at_least(1))
     add("--cluster", "NAME|FILE", "says how many GPUs a node has; a name in configs/clusters")
     add("--gpus-per-node", "N", "if no cluster file gives it", type=at_least(1))
     add("--account", "A", "whom to charge", type=word)
@@ -168,13 +177,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _render(arguments: argparse.Namespace) -> str:
     """Fill in defaults, check combinations of arguments, and render the script."""
     files = _read_files(arguments)
-    _check_combinations(arguments, files)
-    training = [*([CONFIG_FLAG, *files] if files else []), *arguments.flags]
+    recipe = _read_recipe(arguments)
+    _check_combinations(arguments, files, recipe)
+    # Before files and the user's flags, because the last value of a flag counts.
+    of_recipe = [] if recipe is None else recipe.words
+    training = [*of_recipe, *([CONFIG_FLAG, *files] if files else []), *arguments.flags]
     if not any("save-interval" in document for document in files.values()):
-        # Before the user's flags, because the last value of a flag counts.
         training.insert(0, f"--save-interval={SAVE_INTERVAL}")
     # A name such as ".." would be another folder.
-    stem = re.sub(r"[^\w.-]", "-", Path(arguments.model or "").stem).lstrip(".-")
+    stem = re.sub(r"[^\w.-]", "-", Path(arguments.model or arguments.recipe or "").stem).lstrip(".-")
     arguments.job_name = arguments.job_name or stem or "ampipe"
     if not arguments.no_check:
         _check_training(arguments, training)
@@ -219,10 +230,52 @@ def _read_files(arguments: argparse.Namespace) -> dict[str, ReportView]:
     return files
 
 
-def _check_combinations(arguments: argparse.Namespace, files: Mapping[str, ReportView]) -> None:
+def _read_recipe(arguments: argparse.Namespace) -> FlagFile | None:
+    """The recipe, without what the script sets itself; its GPUs and nodes count if nothing else says them."""
+    if arguments.recipe is None:
+        if arguments.without:
+            arguments.refuse("--without leaves out flags of a recipe; add --recipe FILE")
+        return None
+    recipe = read_flag_file(arguments.recipe)
+    if arguments.without:
+        recipe = recipe.without(arguments.without, flag="--without")
+    own = {f"--{name}" for name in _SET_BY_THE_SCRIPT}
+    notes = list(recipe.notes)
+    notes += [
+        f"{given.place}: {given.flag} is set by the job script" for given in recipe.flags if given.flag in own
+    ]
+    recipe = replace(recipe, flags=tuple(given for given in recipe.flags if given.flag not in own))
+    arguments.gpus_per_node = arguments.gpus_per_node or recipe.gpus_per_node
+    per_node = arguments.gpus_per_node
+    if arguments.nodes is None and recipe.ranks is not None and per_node is not None:
+        if recipe.ranks % per_node:
+            arguments.refuse(
+                f"{recipe.path} is for {recipe.ranks} GPUs, which {per_node} of a node do not divide"
+            )
+        arguments.nodes = recipe.ranks // per_node
+    exported = connections.without_one_queue(recipe.environment)
+    if exported.keys() != recipe.environment.keys():
+        notes.append(f"{connections.VARIABLE} of the recipe is left out: {connections.warning('1')}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in exported.items()]
+    # As the ranks will have them, for the check of the flags.
+    os.environ.update(exported)
+    # The user's lines may replace them.
+    arguments.setup = [*lines, *arguments.setup]
+    return recipe
+
+
+def _check_combinations(
+    arguments: argparse.Namespace, files: Mapping[str, ReportView], recipe: FlagFile | None
+) -> None:
     """Refuse wrong combinations of arguments."""
     refuse: Callable[[str], None] = arguments.refuse
-    if not files and not arguments.flags:
+    if recipe is not None and arguments.model is not None:
+        refuse(f"--recipe {arguments.recipe} has a model; leave out --model {arguments.model}")
+    if arguments.nodes is None and (recipe is None or recipe.ranks is None):
+        refuse("add --nodes N, the number of nodes")
+    if not files and not arguments.flags and recipe is None:
         refuse("nothing to train: give --model mixtral-8x7b, your YAML file, or Megatron's flags after --")
     if arguments.gpus_per_node is None:
         refuse("add --gpus-per-node 8, or a cluster file: --cluster FILE")

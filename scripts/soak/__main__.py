@@ -90,7 +90,7 @@ def _idle_ranks(options: Options, name: str) -> Report:
     return report
 
 
-def _arguments(words: Sequence[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/soak.sh",
         description=__doc__,
@@ -111,6 +111,11 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of when a disturbance happens (default: %(default)s)")
     add("--json", type=Path, help="write what was seen, after every round")
     add("--keep", type=Path, help="keep logs and checkpoints in this folder, which must not exist yet")
+    return parser
+
+
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
     arguments = parser.parse_args(words)
     if arguments.interval is None:
         arguments.interval = max(2, arguments.iterations // 10)

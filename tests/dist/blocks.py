@@ -153,6 +153,8 @@ def build_layers(
             changed_functions.condense(layer.mlp, threshold=case.condense, bounds=bounds)
         if case.capacity_scope == "chunk":
             changed_functions.run_chunk_by_chunk(layer.mlp, bounds)
+        if case.padded and config.moe_router_enable_expert_bias and hasattr(layer.mlp, "router"):
+            changed_functions.count_without_padding(layer.mlp.router)
     for layer in (stock, ours):
         layer.train(case.training)
         if case.engine:
@@ -202,6 +204,8 @@ class Inputs(NamedTuple):
     rotary: torch.Tensor | None
     mask: torch.Tensor | None = None
     packing: PackedSeqParams | None = None
+    padding: torch.Tensor | None = None
+    """``[B, S]`` bool."""
     ids: torch.Tensor | None = None
 
 
@@ -232,7 +236,9 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
         else None
     )
     mask = mask_of(case).to(device) if case.masked else None
-    return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing, ids)
+    # Another share of the rows of each sequence and rank.
+    padding = torch.rand(shape[1::-1], generator=generator) < 0.3 if case.padded else None
+    return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing, padding, ids)
 
 
 def packing_of(case: Case, device: str = "cpu") -> PackedSeqParams:
@@ -326,6 +332,7 @@ def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch
         attention_mask=inputs.mask,
         rotary_pos_emb=inputs.rotary,
         packed_seq_params=inputs.packing,
+        **({} if inputs.padding is None else {"padding_mask": inputs.padding}),
     )
     return output, hidden
 

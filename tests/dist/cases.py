@@ -53,6 +53,8 @@ class Case:
     whole_down: bool = False
     """Latent attention projects down as with Transformer Engine: each tensor-parallel rank its rows, with all
     columns. With Megatron's local layers the key of the positions gets a wrong gradient there."""
+    padded: bool = False
+    """Some rows are padding (Megatron's ``padding_mask``)."""
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
@@ -67,8 +69,8 @@ class Case:
     capacity_scope: str = "sequence"
     """As the flags of AMPipe with these names; the stock layer is made to compute the same."""
     replay: str | None = None
-    """What Megatron's routing replay does: ``record``, ``replay_forward`` or ``replay_backward``. A forward
-    hook of each router looks on."""
+    """What Megatron's routing replay does: ``record``, ``replay_forward``, or ``replay_backward`` for passes
+    that run again after ``replay_forward``. A forward hook of each router looks on."""
     stock: dict[str, Any] = field(default_factory=dict)
     """Overrides ``model`` in the stock layer."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -547,10 +549,24 @@ LAUNCHES = cases("", {"batch": 3}, {
     "choice-probs-sequential-ranks": SEQUENTIAL
     | {"exchange": Exchange.RANKS, "model": WIDE | DROPS | SEVERAL_AUX},
     "losses-negative": {"model": TOP2 | {"moe_z_loss_coeff": -0.1}},
+    "padding-losses": {"padded": True, "degree": 3, "model": TOP2 | SEVERAL_AUX | Z},
+    "padding-losses-alone": {"padded": True, "only_losses": True, "model": TOP2 | SEVERAL_AUX | Z},
+    "padding-expert-bias-stack-recompute": RECOMPUTED | {"padded": True, "model": BIASED | SEQ_AUX},
+    "padding-expert-bias-capacity-ranks": {
+        "padded": True, "exchange": Exchange.RANKS, "model": WIDE | BIASED | TIGHT | Z,
+    },
+    "padding-cp": {"padded": True, "parallel": CP, "rope": True, "model": LARGE},
+    "padding-tp": {"padded": True, "parallel": TP, "model": LARGE},
+    "padding-tp-stack": {
+        "padded": True, "parallel": TP, "layers": "mm", "stack": 0, "model": TOP2 | SEVERAL_AUX,
+    },
+    "padding-sinkhorn": {"padded": True, "model": SINKHORN | Z},
     "replay-recorded": {"replay": "record", "layers": "mm", "stack": 0, "model": TOP2 | SEVERAL_AUX},
     "replay-prescribed": {
         "replay": "replay_forward", "parallel": TP, "layers": "mm", "stack": 0, "batch": 1, "model": TOP2,
     },
+    "replay-recorded-stack-recompute": RECOMPUTED | {"replay": "record", "model": LARGE},
+    "replay-prescribed-stack-recompute": RECOMPUTED | {"replay": "replay_forward", "model": LARGE},
 })  # fmt: skip
 
 
@@ -621,6 +637,16 @@ FIXED_ROWS = cases("fixed-", {"fixed_rows": True, "model": LARGE}, {
     "cp": {"parallel": CP, "rope": True},
     "wire": {"wire": "tests.wires:HalvesWire", "degree": 2},
     "cuda-executor": {"executor": "cuda", "layers": "mm", "stack": 0},
+    "memory": {"memory": "keep/rebuild/redispatch/S3", "model": LARGE | SHARED},
+    "memory-stack-lancet-cuda": IN_MDM
+    | {"schedule": "lancet", "memory": "offload/S2/rebuild/S3", "executor": "cuda"},
+    "moe-act": {"batch": 3, "model": LARGE | again("moe_act")},
+    "layernorm-moe": {"model": LARGE | SHARED | again("layernorm", "moe")},
+    "latent": {"batch": 3, "model": LATENT_EXPERTS | AUX | Z},
+    "tp-experts": {"parallel": TP_EXPERTS} | TWO_DEGREES,
+    "tp-experts-ep-memory": {"world_size": 4, "parallel": TP_EXPERTS_EP, "memory": "redispatch/keep/S3/S2"},
+    "tp-experts-ep-stack": RECOMPUTED | {"world_size": 4, "parallel": TP_EXPERTS_EP},
+    "tp-experts-lancet": {"parallel": TP_EXPERTS, "schedule": "lancet", "degree": 2},
 })  # fmt: skip
 
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES

@@ -105,3 +105,14 @@ def _representatives(
                 if found[token] == token:
                     sent.append(token)
     return found
+
+
+def count_without_padding(router: Any) -> None:
+    """Repair the counts of the expert bias: Megatron 0.19.2 combines ``[T, E]`` with a mask ``[T]``."""
+
+    def add(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if torch.is_grad_enabled():
+            assert padding_mask is not None
+            router.local_tokens_per_expert += (routing_map & ~padding_mask.unsqueeze(-1)).sum(dim=0)
+
+    router._apply_expert_bias = add

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.schedule import Partner
-from tests.dist import logged_losses
+from tests.dist import logged_losses, routing_records
 from tests.dist.blocks import forward, inputs_of, summed_results
 from tests.dist.cases import Case
 
@@ -63,13 +63,15 @@ def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) 
     logged_losses.zero()
     parameter = next(layer.parameters())
     passes: list[Any] = []
-    found = {}
+    found: dict[str, torch.Tensor] = {}
 
     def ahead(microbatch: int) -> None:
         # Tensor-parallel ranks share ids, and their number divides this one.
         rank = torch.distributed.get_rank() + 8 * microbatch
         inputs = inputs_of(case, rank=rank, device=parameter.device.type, dtype=parameter.dtype)
+        routing_records.prescribe(layer, case, microbatch)
         passes.append((inputs.gradient, *forward(layer, inputs)))
+        found.update(routing_records.recorded(layer, case, microbatch))
 
     def back(microbatch: int) -> None:
         gradient, output, hidden = passes[microbatch]
@@ -77,7 +79,8 @@ def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) 
         found[f"output {microbatch}"] = output.detach()
         found[f"input gradient {microbatch}"] = hidden.grad
 
-    run_passes(layer, ahead, back, partner=partner)
+    with routing_records.in_micro_batches(layer, case):
+        run_passes(layer, ahead, back, partner=partner)
     return found | summed_results(layer)
 
 
@@ -116,11 +119,13 @@ def step_in_order(
         if kind == "B":
             output, hidden = passes.pop((microbatch, place))
             gradient = inputs.gradient if place == last else found[f"input gradient {microbatch}.{place + 1}"]
+            routing_records.prescribe_again(model_chunks[place], case)
             output.backward(gradient)
             found[f"input gradient {microbatch}.{place}"] = hidden.grad
             continue
         if place:
             inputs = inputs._replace(hidden=found[f"output {microbatch}.{place - 1}"])
+        routing_records.prescribe(model_chunks[place], case, microbatch)
         with torch.set_grad_enabled(kind == "F"):
             output, hidden = forward(model_chunks[place], inputs)
         found[f"{'evaluated' if kind == 'E' else 'output'} {microbatch}.{place}"] = output.detach()

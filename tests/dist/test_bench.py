@@ -133,6 +133,28 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
         assert chunked["bound_ms"] >= 2 * 2 * 30
 
 
+def test_skewed_routing_is_measured_with_the_numbers_of_stock(tmp_path: Path) -> None:
+    words = ["--link", "emulated:1gbit", "--cases", "rich", "--degrees", "2", "--schedules", "ampipe"]
+    document, _ = bench(tmp_path, *words, "--repeats", "1", "--imbalance", "1.8")
+    (case,) = document["cases"]
+    assert case["block"]["imbalance"] == 1.8
+    assert case["rows"][0]["difference_from_stock"] <= 1e-4
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("topk", "imbalance"), [(1, 1.5), (2, 2.0), (2, 3.9)])
+def test_a_bias_gives_a_rank_so_many_times_the_mean(topk: int, imbalance: float) -> None:
+    from megatron_ampipe.tools.measuring.blocks import skewing_bias
+
+    torch.manual_seed(5)
+    weight = 0.02 * torch.randn(16, 64)
+    bias = skewing_bias(weight, topk=topk, num_ranks=4, imbalance=imbalance)
+    chosen = (torch.sigmoid(torch.randn(4096, 64) @ weight.T) + bias).topk(topk).indices
+    found = 4 * float((chosen < 4).float().mean())
+    assert found == pytest.approx(imbalance, rel=0.08)
+    assert bias[4:].abs().max() == 0 and len(set(bias[:4].tolist())) == 1
+
+
 def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "3"]
     words += ["--stack", "all", "--partner", "off,listed", "--micro-batches", "3"]

@@ -17,6 +17,8 @@ NAMES = """
     lancet-stack-recompute lancet-joined-stack-tp2 flex-stack-recompute ranks-two-degrees-shared
     nodes-stack-recompute 2dh-redispatch gathers-nodes-lancet rows-stack-recompute rows-nodes-stack-cuda
     choice-quantile-stack-recompute latent-experts-stack-recompute wire-halves-two-degrees
+    padding-losses padding-expert-bias-stack-recompute padding-tp-stack
+    replay-recorded-stack-recompute replay-prescribed-stack-recompute
     again-moe-act-stack-joined again-layernorm-stack-tp again-every-module-mla
 """.split()  # noqa: SIM905
 CASES = sorted((case for case in PARITY if case.name in NAMES), key=lambda case: str(case.parallel))

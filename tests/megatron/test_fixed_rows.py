@@ -2,12 +2,14 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
+from megatron_ampipe.plan.recorded_routing import read_routing
 from tests.megatron.launcher import MOCK_DATA, Run, assert_same_digits, runs_of
 from tests.megatron.stand_ins import SMALL_BUDGETS
-from tests.megatron.trainings import COMMON, EP, FOUR_LAYERS, LLAMA, SHARED
+from tests.megatron.trainings import COMMON, EP, FOUR_LAYERS, LLAMA, OVERLAPS, PP, SHARED
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -24,11 +26,19 @@ LINES = {
     "fixed": f"{FIXED} 3",
     "small": f"{FIXED} {SMALL_BUDGETS}",
 }
+PLACED = "--ampipe-grad-reduce placed --ddp-bucket-size 1000 "
 KINDS = {
-    # Two groups of expert-parallel ranks, of which one exceeds budgets.
-    "stack": EP + LLAMA + SHARED + STATE + "--ampipe-degree 4 ",
-    "lancet": EP + FOUR_LAYERS + STATE + "--ampipe-degree 2 --ampipe-schedule lancet --ampipe-stack 1 ",
+    # Two groups of expert-parallel ranks, of which one exceeds budgets. Parameters are gathered and gradients
+    # reduced during the passes, of the repeat too.
+    "stack": EP + LLAMA + SHARED + STATE + OVERLAPS + "--ampipe-degree 4 ",
+    # A repeated step is recorded once.
+    "lancet": EP + FOUR_LAYERS + STATE + "--ampipe-degree 2 --ampipe-schedule lancet --ampipe-stack 1 "
+    "--ampipe-routing-dir {folder}/routing --ampipe-routing-interval 1 ",
     "mtp": EP + LLAMA + STATE + "--mtp-num-layers 1 --ampipe-degree 2 ",
+    # Only the first pipeline stage exceeds budgets.
+    "pipeline": EP + PP + STATE + OVERLAPS + "--ampipe-degree 2 --ampipe-memory redispatch/S3 ",
+    "interleaved": PP + STATE + OVERLAPS + PLACED + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
+    "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
     # Whole passes as CUDA graphs, which draw no random numbers.
     "graphs": EP
     + LLAMA
@@ -44,24 +54,38 @@ LAUNCHES = {
     "stack": (4, "overflows"),
     "lancet": (2, "overflows"),
     "mtp": (2, "overflows"),
+    "pipeline": (4, "overflows"),
+    "interleaved": (2, "overflows"),
     "graphs": (2, "whole_graphs"),
 }
 """Ranks and stand-ins of each kind."""
+WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs")
+"""Of these, a run that never exceeds a budget is compared, too."""
+
+
+def lines_of(kind: str) -> list[str]:
+    return [line for line in LINES if line != "fixed" or kind in WITHOUT_REPEATS]
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fixed")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Run]:
     found: dict[str, Run] = {}
     for num_ranks, stand_ins in set(LAUNCHES.values()):
         words = {
             f"{kind} {line}": [
                 *COMMON,
                 *MOCK_DATA,
-                *shlex.split(f"{flags}{more} --train-iters {NUM_ITERATIONS}"),
-                *(shlex.split(GRAPHS) if kind == "graphs" and more else []),
+                *shlex.split(flags.format(folder=folder / line) + LINES[line]),
+                *("--train-iters", str(NUM_ITERATIONS)),
+                *(shlex.split(GRAPHS) if kind == "graphs" and line != "exact" else []),
             ]
             for kind, flags in KINDS.items()
-            for line, more in LINES.items()
+            for line in lines_of(kind)
             if LAUNCHES[kind] == (num_ranks, stand_ins)
         }
         found |= runs_of(words, num_ranks=num_ranks, stand_ins=stand_ins)
@@ -76,9 +100,9 @@ def steps_of(run: Run) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logs_the_digits_of_exact_rows(kind: str, runs: dict[str, Run]) -> None:
-    exact, fixed, small = (runs[f"{kind} {line}"] for line in LINES)
-    assert_same_digits(exact, fixed, small, iterations=NUM_ITERATIONS)
-    for run in (fixed, small):
+    exact, *others = (runs[f"{kind} {line}"] for line in lines_of(kind))
+    assert_same_digits(exact, *others, iterations=NUM_ITERATIONS)
+    for run in others:
         # Every digit: rows are added in the same order.
         assert run.logged == exact.logged
         assert run.validation_loss == exact.validation_loss
@@ -87,11 +111,20 @@ def test_logs_the_digits_of_exact_rows(kind: str, runs: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_the_steps_that_are_repeated(kind: str, runs: dict[str, Run]) -> None:
-    _, fixed, small = (runs[f"{kind} {line}"] for line in LINES)
-    assert steps_of(fixed) == (NUM_ITERATIONS - 2, 0)
+    if kind in WITHOUT_REPEATS:
+        assert steps_of(runs[f"{kind} fixed"]) == (NUM_ITERATIONS - 2, 0)
+    small = runs[f"{kind} small"]
     num_steps, num_repeated = steps_of(small)
     assert num_steps == NUM_ITERATIONS - 2 and 1 <= num_repeated < num_steps
     assert len(re.findall(r"more rows than a budget", small.output)) == num_repeated
+
+
+def test_a_repeated_step_is_recorded_once(runs: dict[str, Run], folder: Path) -> None:
+    exact, small = (
+        read_routing(folder / line / "routing", flag="DIR").records for line in ("exact", "small")
+    )
+    assert [record.iteration for record in small] == [*range(1, NUM_ITERATIONS + 1)]
+    assert small == exact
 
 
 def test_whole_passes_are_replayed_on_every_rank(runs: dict[str, Run]) -> None:

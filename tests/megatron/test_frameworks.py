@@ -1,8 +1,8 @@
 """AMPipe in programs that start Megatron from Python: with stand-ins, two steps train as without it.
 
-A stand-in builds a model with the call that the released package makes (Megatron-Bridge 0.6.0, mbridge
-0.15.1, mcore-bridge 1.2.2, slime 0.3.1), and runs code of the user where that package does. No such package
-is installed, and none has been run with AMPipe.
+A stand-in builds a model with the call that the released package makes (Megatron-Bridge 0.6.2, mbridge
+0.15.1, mcore-bridge 1.6.5, slime 0.3.1), and runs code of the user where that package does. No such package
+is installed here; docs/frameworks.md says which were tried by hand.
 """
 
 import dataclasses
@@ -75,6 +75,7 @@ def bridge_recipe() -> Any:
         transformer_layer_spec: Any = default_layer_spec
         vocab_size: int = VOCABULARY
         seq_length: int = LENGTH
+        yarn_rotary_scaling_factor: float | None = None
 
         def provide(self, pre_process: Any = None, post_process: Any = None, vp_stage: Any = None) -> Any:
             spec = self.transformer_layer_spec
@@ -147,7 +148,26 @@ def swift(*, on: bool, **settings: Any) -> Any:
     OfMcoreBridge.__module__ = "mcore_bridge.model.gpt_model"
     config = transformer_config()
     vars(config).update(settings)
-    return OfMcoreBridge(config=config, transformer_layer_spec=block_spec(config))
+    return OfMcoreBridge(config=config, transformer_layer_spec=of_mcore_bridge(block_spec(config)))
+
+
+def of_mcore_bridge(spec: Any) -> Any:
+    """The layers as mcore-bridge 1.6.5 changes them: subclasses of Megatron's layer and router."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    layer_class = type("TransformerLayer", (TransformerLayer,), {})
+    router_class = type("TopKRouter", (TopKRouter,), {})
+    for made in (layer_class, router_class):
+        made.__module__ = "mcore_bridge.model.modules"
+    layers = []
+    for layer in spec.layer_specs:
+        mlp = layer.submodules.mlp
+        experts = dataclasses.replace(compat.moe_submodules(mlp), router=router_class)
+        mlp = compat.with_moe_submodules(mlp, experts)
+        submodules = dataclasses.replace(layer.submodules, mlp=mlp)
+        layers.append(dataclasses.replace(layer, module=layer_class, submodules=submodules))
+    return dataclasses.replace(spec, layer_specs=layers)
 
 
 def slime(*, on: bool) -> Any:
@@ -158,6 +178,23 @@ def slime(*, on: bool) -> Any:
 
 
 FRAMEWORKS = (bridge_by_models, nemo_run, verl, swift, slime)
+
+
+@pytest.fixture(autouse=True)
+def without_yarn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Megatron-Bridge replaces when it is imported: its providers have None where there is no YaRN."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+    from megatron.core.transformer import attention
+
+    name = "_yarn_get_concentration_factor_from_config"
+    of_megatron = getattr(yarn, name)
+
+    def factor(config: Any) -> float:
+        is_given = getattr(config, "yarn_rotary_scaling_factor", None) is not None
+        return of_megatron(config) if is_given else 1.0
+
+    for module in (yarn, attention):
+        monkeypatch.setattr(module, name, factor)
 
 
 @pytest.fixture(autouse=True)
@@ -254,22 +291,37 @@ def test_packed_sequences_of_ms_swift_need_its_fused_rotation() -> None:
     assert reader.read(None, None, num_rows=8) is None
     with pytest.raises(BadInput, match=r"mlp_padding_free True: .* Use --mlp_padding_free false"):
         swift(on=False, mlp_padding_free=True)
+    with pytest.raises(BadInput, match=r"attention_scaling 0.5: .* Use --apply_rope_fusion true"):
+        swift(on=False, attention_scaling=0.5)
+    with pytest.raises(BadInput, match=r"moe_router_enable_vl_bias True: "):
+        swift(on=False, moe_router_enable_vl_bias=True)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["gpt", "hybrid"])
-def test_padding_that_a_model_is_told_is_refused(kind: str) -> None:
-    """Megatron's scripts tell none. Its router would leave such rows out of its losses."""
+def test_padding_that_a_model_is_told_counts_in_no_loss_of_a_router(kind: str) -> None:
+    """Megatron's scripts tell none."""
     from tests.dist import logged_losses
+    from tests.dist.blocks import wrong
 
     use_groups()
-    logged_losses.clear()
-    recipe = configuration(kind)
+    found = []
+    of_stock, recipe = configuration(kind), configuration(kind)
     switch_on(recipe, degree=2)
-    model, _ = gradients(recipe)
-    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
-    with pytest.raises(BadInput, match=r"padding_mask of the type Tensor: .* Leave it out of the call"):
-        model(tokens, torch.arange(LENGTH).expand(2, -1), None, padding_mask=tokens.bool())
+    tokens = torch.arange(2 * LENGTH).view(2, -1) % VOCABULARY
+    positions = torch.arange(LENGTH).expand(2, -1)
+    weights = None
+    for one in (of_stock, recipe):
+        logged_losses.clear()
+        model, _ = gradients(one, weights)
+        weights = weights or model
+        model.zero_grad()
+        logged_losses.clear()
+        model(tokens, positions, None, labels=tokens, padding_mask=positions >= LENGTH // 2).sum().backward()
+        losses = {name: value.clone() for name, value in logged_losses.by_name().items()}
+        found.append(losses | {name: value.grad for name, value in model.named_parameters()})
+    assert any("router" in name for name in found[0]) and any("load_balancing" in name for name in found[0])
+    assert wrong(*found, 1e-5) == {}
 
 
 @pytest.mark.ranks(1)

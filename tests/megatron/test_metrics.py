@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ampipe.files.timeline import Timeline
+from tests.conftest import Command
 from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, execute, torchrun_command
 
 WANDB = """
@@ -23,6 +25,7 @@ def finish(): pass
 
 TAGS = {
     "ampipe/degree",
+    "ampipe/communication-ms",
     "ampipe/hidden-share",
     "ampipe/exposed-communication-ms",
     "ampipe/block-forward-ms",
@@ -43,6 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         *("-m", MODULE, *TINY_GPT, *TINY_MOE, "--mock-data", "--expert-model-parallel-size", "2"),
         *("--train-iters", "5", "--log-interval", "2", "--eval-iters", "1", "--eval-interval", "3"),
         *("--tensorboard-dir", str(folder / "events"), "--ampipe-degree", "2"),
+        *("--ampipe-measure", "3-4", "--ampipe-trace-dir", str(folder / "traces")),
         *("--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(folder / "wandb")),
     )
     paths = os.pathsep.join([str(folder / "modules"), str(REPOSITORY)])
@@ -68,7 +72,14 @@ def test_tensorboard_and_weights_and_biases_get_scalars_at_the_log_interval(run:
         assert values.keys() == TAGS
         assert values["ampipe/degree"] == 2
         assert 0 <= values["ampipe/hidden-share"] <= 1
-        assert values["ampipe/exposed-communication-ms"] > 0
+        exposed_ms = values["ampipe/exposed-communication-ms"]
+        assert (
+            0
+            < exposed_ms
+            == pytest.approx(
+                values["ampipe/communication-ms"] * (1 - values["ampipe/hidden-share"]), rel=1e-3
+            )
+        )
         # In milliseconds: a block of this size takes a few, and less than a second.
         assert 0.1 < values["ampipe/block-forward-ms"] < 1000
         assert 0.1 < values["ampipe/block-backward-ms"] < 1000
@@ -79,6 +90,7 @@ def test_the_log_gets_one_line_after_megatrons(run: tuple[Path, str]) -> None:
     assert [number for number, _ in LINE.findall(output)] == ["2", "4"]
     names = [
         "degree",
+        "communication (ms)",
         "hidden share",
         "exposed communication (ms)",
         "block forward (ms)",
@@ -89,3 +101,20 @@ def test_the_log_gets_one_line_after_megatrons(run: tuple[Path, str]) -> None:
     lines = output.splitlines()
     at = next(index for index, line in enumerate(lines) if LINE.search(line))
     assert any(re.search(r" iteration +2/ *5 \|", line) for line in lines[:at])
+
+
+def test_the_medians_of_the_measured_iterations_are_logged_and_drawn(
+    run: tuple[Path, str], ampipe: Command
+) -> None:
+    """Of the two iterations, of which one is not logged; and the trace has these, and not the last ones."""
+    folder, output = run
+    found = re.findall(r" ampipe, iterations 3 to 4, medians \| (.*) \|$", output, re.M)
+    assert len(found) == 1
+    timeline = Timeline.read_chrome(folder / "traces" / "rank1.trace.json")
+    assert {span.iteration for span in timeline.spans} == {3, 4}
+    shown = ampipe("draw", folder / "traces", "--output", folder / "picture").out
+    assert f"rank 1, iterations 3 to 4, medians | {found[0]}" in shown.splitlines()
+    numbers = re.fullmatch(
+        r"communication per iteration \(ms\): (\S+) \| under computation: (\S+)%", found[0]
+    )
+    assert numbers is not None and float(numbers[1]) > 0 and 0 <= float(numbers[2]) <= 100

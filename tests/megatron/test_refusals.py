@@ -41,7 +41,10 @@ REFUSED = {
     "--hybrid-layer-pattern": ["M*-", "*-/*E"],
     "--hybrid-layer-pattern (2)": ["ME --ampipe-cluster dgx-h100", "MEM* --ampipe-memory-budget 60GiB"],
     "--experimental-attention-variant": ["dsa"],
-    "--context-parallel-size": ["2 --sft", "2 --dataloader-inter-document-masking"],
+    "--micro-batch-size": [
+        "4 --context-parallel-size 2 --sft",
+        "4 --context-parallel-size 2 --dataloader-inter-document-masking",
+    ],
     "--moe-token-dispatcher-type": ["flex --ampipe-memory rebuild/S2/keep/keep"],
     "--moe-token-dispatcher-type (2)": [
         "flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs",
@@ -68,23 +71,15 @@ REFUSED = {
         "fixed --moe-token-dispatcher-type allgather",
         "fixed --ampipe-exchange ranks --moe-router-topk 2 --expert-model-parallel-size 2",
     ],
-    "--ampipe-rows (2)": ["fixed --tensor-model-parallel-size 2 --sequence-parallel"],
-    "--ampipe-rows (3)": [
+    "--ampipe-rows (2)": [
         "fixed --transformer-impl transformer_engine",
         "fixed --transformer-impl local --moe-grouped-gemm",
     ],
-    "--ampipe-rows (4)": [
+    "--ampipe-rows (3)": [
         f"fixed --transformer-impl local {others}"
         for others in (
-            "--ampipe-partner",
             "--ampipe-condense 0.9",
-            "--ampipe-memory rebuild",
             "--ampipe-memory-budget 40GiB",
-            "--ampipe-routing-dir records",
-            "--recompute-granularity selective --recompute-modules moe_act",
-            "--overlap-grad-reduce",
-            "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
-            "--pipeline-model-parallel-size 2 --num-layers 4",
             "--skip-train",
         )
     ],
@@ -125,6 +120,8 @@ REFUSED = {
                 ("local", "--reset-attention-mask"),
             )
         ),
+    ],
+    "--cuda-graph-impl (2)": [
         *(
             f"{implementation} --ampipe-rows fixed --transformer-impl local {others}"
             for implementation, others in (
@@ -144,11 +141,18 @@ REFUSED = {
     "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [
         *(f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")),
-        *(
-            f"--offload-modules expert_fc1 {other}"
-            for other in ("--ampipe-memory rebuild", "--recompute-granularity full", "--fp8-format e4m3")
-        ),
+        # A launch that recomputes what the remedy of another row might name.
+        "--offload-modules attn_norm --recompute-granularity selective --recompute-modules layernorm moe_act",
     ],
+    "--fine-grained-activation-offloading (2)": [
+        "--offload-modules expert_fc1 --recompute-granularity full",
+        "--offload-modules moe_act --recompute-granularity selective --recompute-modules moe",
+    ],
+    "--fine-grained-activation-offloading (3)": [
+        f"--offload-modules expert_fc1 {FP8}",
+        "--offload-modules expert_fc1 --use-transformer-engine-op-fuser",
+    ],
+    "--fine-grained-activation-offloading (4)": ["--offload-modules expert_fc1 --ampipe-memory rebuild"],
     "--use-megatron-fsdp": ["--ampipe-partner"],
     "--use-megatron-fsdp (2)": ["--ampipe-grad-reduce placed"],
     "--ampipe-memory": [
@@ -168,6 +172,12 @@ REFUSED = {
     "--ampipe-condense (2)": ["0.9 --sft", "0.9 --reset-attention-mask"],
     "--ampipe-condense (3)": ["0.9 --moe-router-topk 1 --moe-apply-probs-on-input"],
     "--ampipe-trace-dir": ["traces --skip-train"],
+    "--ampipe-measure": ["41-50 --skip-train"],
+    "--ampipe-measure (2)": ["41-50 --train-iters 49"],
+    "--ampipe-measure (3)": ["1-2 --train-iters 2"],
+    "--ampipe-measure (4)": [
+        "1-2 --train-iters 2 --expert-model-parallel-size 2 --cuda-graph-impl local --cuda-graph-modules attn"
+    ],
 }
 """What follows a flag that its row should refuse; else the test uses all choices but the default, or 2.
 

@@ -20,6 +20,7 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import BlockFeatures, Exchange, Pipeline, build
 from tests.forked import completed
 from tests.megatron.launcher import pretrain
+from tests.megatron.test_plan_recipe import RECIPE
 from tests.unit.test_docs import help_examples
 
 pytestmark = pytest.mark.timeout(900)
@@ -164,8 +165,9 @@ def test_every_example_of_config_does_what_it_shows(
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "run.yaml").write_text("mock-data: true\ntrain-iters: 100\n")
     examples = help_examples("config")
-    assert len(examples) == 4
+    assert len(examples) == 5
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bf16_32GPU_TP1PP1EP8.yaml").write_text(RECIPE)
     for words in examples:
         code, shown = cli.main(words), capsys.readouterr()
         assert code == 0, f"ampipe {words}\n{shown.err}"

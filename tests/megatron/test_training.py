@@ -274,6 +274,21 @@ def test_ranks_of_a_context_log_the_digits_of_one_rank(tmp_path: Path) -> None:
     assert found["gathered"].says(f"{said} a2a+p2p:") and found["a2a"].says(f"{said} a2a:")
 
 
+def test_ranks_of_a_context_separate_documents_like_one_rank(runs: Runs, tmp_path: Path) -> None:
+    """Ranks with slices of the sequence; Megatron's layers rotate its rows as if ranks shared documents."""
+    if not (runs.folder / "documents.bin").exists():
+        write_texts(runs.folder, "documents")
+    common = f"{EP}{ROPE}{GQA}--seq-length 64 --dataloader-inter-document-masking --calculate-per-token-loss "
+    common += f"--vocab-size 256 --split 100,0,0 --data-path {runs.folder / 'documents'} "
+    common += f"--data-cache-path {runs.folder / 'cache'} "
+    load = f"{common}--load {tmp_path} --ckpt-step {SAVED_ITERATION} --no-load-rng --no-load-optim "
+    lines = {"saved": f"{common}--save {tmp_path} --save-interval {SAVED_ITERATION}"}
+    found = train(lines | {"whole": load, "ours": load + CP + BLOCKS})
+    assert found["whole"].iterations == [3, 4]
+    assert_same_digits(found["whole"], found["ours"])
+    assert found["ours"].says("documents packed")
+
+
 def test_what_differs_by_rounding_or_at_random() -> None:
     """16 bits agree to their rounding; of random numbers and of 8 bits, the losses agree approximately."""
     precisions = {"bf16": LLAMA + EP + "--bf16 ", "random": EP + "--moe-router-force-load-balancing "}

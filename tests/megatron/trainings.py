@@ -257,6 +257,14 @@ TRAININGS: dict[str, Training] = {
         text="text",
         stand_ins="conversations",
     ),
+    # Ranks share each conversation. In Megatron's loader, masked tokens are weighted right only like this.
+    "conversations-context": Training(
+        flags=CP + EP + ROPE + "--seq-length 64 --split 100,0,0 --sft --calculate-per-token-loss "
+        "--no-create-attention-mask-in-dataloader",
+        said=("documents packed", "--cp-comm-type all_gather in pipelined blocks, in place of p2p"),
+        text="text",
+        stand_ins="conversations",
+    ),
     "records": Training(
         flags=WHOLE_EXPERTS + EP + ROPE + "--moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2",

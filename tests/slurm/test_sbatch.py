@@ -219,3 +219,39 @@ def test_where_megatron_is_absent_a_note_says_so(
     notes = ampipe(*NODES, *GPUS, "--", "--lr", "1e-4").err
     assert "note: 'ampipe config' cannot check the training flags here: " in notes
     assert "not on this login node" in notes
+
+
+RECIPE = """\
+ENV_VARS:
+  NVTE_FUSED_ATTN: '1'
+  CUDA_DEVICE_MAX_CONNECTIONS: '1'
+ARGS:
+  num_layers: 2
+  bf16: true
+  overlap_p2p: true
+  load: ${NOWHERE_SET}
+  save: here
+"""
+
+
+def test_a_recipe_gives_flags_nodes_and_variables(folder: Path, ampipe: Command) -> None:
+    (folder / "bf16_16GPU.yaml").write_text(RECIPE)
+    words = ["--recipe", "bf16_16GPU.yaml", "--without", "overlap_p2p", *GPUS]
+    said = ampipe("sbatch", *words, *FLAGS)
+    assert "#SBATCH --nodes=2\n" in said.out and "#SBATCH --job-name=bf16_16GPU\n" in said.out
+    assert "    --num-layers 2\n    --bf16\n    --lr 1e-4\n" in said.out
+    assert "\nexport NVTE_FUSED_ATTN=1\n" in said.out and "export CUDA_DEVICE" not in said.out
+    assert "--save here" not in said.out and "overlap-p2p" not in said.out
+    for note in (
+        "bf16_16GPU.yaml:8: --load is left out: the variable NOWHERE_SET is not set",
+        "bf16_16GPU.yaml:9: --save is set by the job script",
+        "CUDA_DEVICE_MAX_CONNECTIONS of the recipe is left out: one hardware queue",
+    ):
+        assert f"note: {note}" in said.err
+    for wrong, part in (
+        (["--model", "small.yaml", *GPUS], "leave out --model small.yaml"),
+        (["--gpus-per-node", "5"], "16 GPUs, which 5 of a node do not divide"),
+    ):
+        refused = ampipe("sbatch", "--recipe", "bf16_16GPU.yaml", *wrong, *FLAGS, code=2)
+        assert part in refused.err
+    assert "add --nodes N" in ampipe("sbatch", "--model", "small.yaml", *GPUS, *FLAGS, code=2).err

@@ -133,7 +133,15 @@ def runs_with_fixed_rows() -> Iterator[Run]:
             local_experts=2, layers="mdm", stack=0, recompute=math.inf, degree=3, model=LOSSES
         ),
         "recompute": block(local_experts=2, degree=3, model=model | MOE_AGAIN),
-    }
+        "memory": block(
+            degree=len(STRATEGIES), local_experts=2, schedule="lancet", model=model,
+            memory="/".join(STRATEGIES),
+        ),
+        "shares-memory": block(
+            local_experts=2, degree=2, memory="redispatch",
+            parallel={"expert_tensor_parallel_size": RANKS, "expert_model_parallel_size": 1},
+        ),
+    }  # fmt: skip
     for name, case in cases.items():
         case = dataclasses.replace(case, fixed_rows=True)
         random_order = functools.partial(random_issue, random.Random(0))

@@ -131,6 +131,11 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--ranks 4 --ranks-per-node 2 --link emulated:1gbit --emulate-peers", "with emulated peers"),
         ("--from /absent.json", "--from /absent.json: cannot be read"),
         ("--rounds 3", "--rounds 3 is for trainings; add --end-to-end"),
+        ("--imbalance 0.5", "--imbalance 0.5: the busiest of 2 expert-parallel ranks has 1 to "),
+        ("--imbalance 3", "--imbalance 3: the busiest of 2 expert-parallel ranks has 1 to "),
+        ("--imbalance 1.5 --end-to-end", "a training changes the bias of its routers"),
+        ("--imbalance 1.5 --link emulated:1gbit --emulate-peers", "emulated peers send what they get"),
+        ("--routing /absent", "--routing /absent: has no file of a recorded routing"),
         ("--end-to-end --link emulated:1gbit --emulate-peers", "--emulate-peers: a training needs"),
     ],
 )

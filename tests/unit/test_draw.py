@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.draw_command import first_pass, usual_iteration
+from megatron_ampipe.tools.draw_command import first_pass, number_of_next, usual_iteration
 from tests.conftest import Command
 
 PNG = b"\x89PNG\r\n"
@@ -182,6 +182,84 @@ def test_what_cannot_be_drawn_is_refused(
     said = ampipe("draw", *(word.format(**places) for word in words), code=2)
     assert rule.format(**places) in said.err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_letters_of_narrow_bars_differ() -> None:
+    kinds = ["expert", "expand", "dispatch", "combine", "counts", "rebuild", "redispatch", "route", "reduce"]
+    letters = timeline_picture.letters_of(kinds)
+    assert len(set(letters.values())) == len(kinds)
+    assert letters["dispatch"] == "D" and letters["combine"] == "C" and letters["counts"] == "#"
+    assert (letters["expert"], letters["rebuild"]) == ("Expe", "Reb")
+
+
+def test_the_begin_of_many_layers_is_drawn(tmp_path: Path) -> None:
+    spans = [
+        span
+        for layer in range(1, 10)
+        for span in one_pass(12_000 * layer, layer=layer, direction="forward", iteration=1)
+    ]
+    timeline_picture.draw([Timeline(0, tuple(spans), {})], targets=[tmp_path / "a.svg"], title="nine")
+    picture = (tmp_path / "a.svg").read_text()
+    assert "forward of micro-batch 1  the first 44 of 104 ms" in picture and "layers 1-9" in picture
+
+
+# Another trace above
+
+
+def megatron(*, layers: int = 1, **labels: str) -> Timeline:
+    """The predicted layers of Megatron, every stage twice as long as in :func:`one_pass`."""
+    spans = [
+        span
+        for place, direction in enumerate(("forward", "backward"))
+        for layer in range(1, layers + 1)
+        for span in one_pass(1e5 * place + 12_000 * layer, layer=layer, direction=direction, iteration=0)
+    ]
+    doubled = [replace(span, begin_us=2 * span.begin_us, end_us=2 * span.end_us) for span in spans]
+    return Timeline(0, tuple(doubled), {PREDICTED: "a model", "degree": "1", "schedule": "ampipe", **labels})
+
+
+def test_megatrons_layers_are_drawn_above(traces: Path, drawn: dict[str, Any], ampipe: Command) -> None:
+    above, output = traces / "megatron.json", traces.parent / "p"
+    megatron().write_chrome(above)
+    shown = ampipe("draw", traces, "--above", above, "--output", output).out
+    first, *others = drawn["timelines"]
+    assert [one.rank for one in others] == [0, 1] and drawn["next_microbatch"] is None
+    assert first.labels["name"] == "Megatron" and {span.layer for span in first.spans} == {2}
+    assert "rank 0: 16.00 ms, Megatron 32.00 ms, 2.00 times as fast (one micro-batch)" in shown
+    # A run with chunks is no one's stock layer; its own layers and iteration are found.
+    (traces / "run").mkdir()
+    trace(0).write_chrome(traces / "run" / "rank0.trace.json")
+    ampipe("draw", traces, "--above", traces / "run" / "rank0.trace.json", "--output", output)
+    (first, *_) = drawn["timelines"]
+    assert first.labels["name"] == "above"
+    assert {(span.layer, span.iteration) for span in first.spans} == {(2, 3)}
+
+
+def test_other_layers_above_are_refused(traces: Path, ampipe: Command) -> None:
+    above = traces / "megatron.json"
+    megatron(layers=2).write_chrome(above)
+    said = ampipe("draw", traces, "--above", above, "--output", traces.parent / "p", code=2).err
+    assert "holds 2 of the 1 layers that are drawn; write it with ampipe plan --stack 1 --trace" in said
+
+
+def test_the_micro_batch_that_runs_ahead_is_numbered() -> None:
+    def ahead(begin_us: float, layer: int = 1) -> list[StageSpan]:
+        spans = one_pass(begin_us, layer=layer, direction="forward", iteration=1)
+        return [replace(span, of_next_microbatch=True) for span in spans]
+
+    alone = [
+        span
+        for number in range(3)
+        for span in one_pass(2e4 * number, layer=1, direction="forward", iteration=1)
+    ]
+    backward = one_pass(9e4, layer=1, direction="backward", iteration=1)
+    others = [*ahead(8e4, layer=2), *ahead(3e5)]
+    spans = sorted([*alone, *backward, *ahead(9e4), *others], key=lambda span: span.begin_us)
+    whole = Timeline(0, tuple(spans), {})
+    assert number_of_next(whole, replace(whole, spans=tuple([*backward, *ahead(9e4)]))) == 4
+    assert number_of_next(whole, replace(whole, spans=tuple(backward))) is None
+    joint = tuple([*backward, *ahead(9e4)])
+    assert number_of_next(Timeline(0, joint), Timeline(0, joint)) == 2, "a prediction"
 
 
 # Predictions

@@ -94,7 +94,8 @@ class Step:
         self.rows = FixedRows()
         self.chunk = self.rows.new_chunk(0)
         environment: Any = types.SimpleNamespace(iteration=1, on_gpu=False)
-        self.hook = FixedRowsSteps(self.rows, environment, margin=margin)
+        self.before_repeat = mock.Mock()
+        self.hook = FixedRowsSteps(self.rows, environment, margin=margin, before_repeat=self.before_repeat)
         model: Any = torch.nn.Linear(1, 1)
         model.zero_grad_buffer = mock.Mock()
         self.hook.models_built([model])
@@ -135,6 +136,7 @@ def test_budgets_are_learned_after_the_warm_up_and_grow_with_a_repeated_step() -
     assert (step.rows.num_steps, step.rows.num_repeated) == (2, 1)
     assert step.batches[-2:] == [[141], [141]], "the same data"
     step.optimizer.zero_grad.assert_called_once()
+    step.before_repeat.assert_called_once()
     assert step.restored[-2:] == [0, 1]
     assert step.budget == budget_of([[141]], margin=1.0).rows[0][0]
     assert not step.rows.is_active

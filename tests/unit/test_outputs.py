@@ -1,15 +1,17 @@
 """Output files of tools: checked before the work begins, and written atomically."""
 
+import io
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_ampipe import errors
 from megatron_ampipe.files import outputs
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster, write_cluster
-from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
+from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command, progress
 from tests.conftest import Command
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
@@ -122,3 +124,14 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
     said = ampipe("bench", "--json", folder / "x.json", code=3)
     assert said.out == "the table\n"
     assert "x.json cannot be written" in said.err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_command_does_is_shown_on_a_terminal_alone(is_terminal: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=80)
+    with progress.shown("ampipe config: importing Megatron", console=console) as tell:
+        tell("ampipe config: checking [a] launch")
+    written = file.getvalue()
+    assert ("importing Megatron" in written or "checking [a] launch" in written) is is_terminal
+    assert is_terminal or written == ""

@@ -13,7 +13,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ampipe.plan.block import Block
-from megatron_ampipe.plan.cluster import Overlap, read_cluster
+from megatron_ampipe.plan.cluster import Overlap, find_cluster, read_cluster
 from megatron_ampipe.plan.model_block import block_of, layers_of
 from megatron_ampipe.plan.model_file import find_model, read_model
 from megatron_ampipe.plan.order_search import OrderProblem, improve_order
@@ -303,3 +303,13 @@ def test_no_lengths_and_no_order_beat_the_bound(block: Block, device: bool, num_
                 exact_us = predictor.least_us(start.schedule, lengths)
                 assert least_us <= exact_us * (1 + 1e-9)
                 assert exact_us <= predictor.pass_us(start.schedule, lengths).total * (1 + 1e-6)
+
+
+def test_chunks_of_whole_tiles_get_at_least_one_each() -> None:
+    """Sixteen chunks of one tile: a shorter or longer chunk would leave none for another."""
+    block = sized_block(sequence_length=2048, dtype="fp8", fp8_tile=128)
+    predictor = Predictor(block, read_cluster(find_cluster("dgx-h100")))
+    schedule, lengths = build("ampipe", degree=16, features=block.features), even_chunks(2048, 16)
+    start = Candidate(schedule, lengths, predictor.pass_us(schedule, lengths))
+    found = improve_chunks(predictor, start)
+    assert sum(found.lengths) == 2048 and min(found.lengths) >= 128

@@ -16,8 +16,9 @@ from megatron_ampipe.plan.cluster import find_cluster, write_cluster
 from megatron_ampipe.plan.model_block import block_of
 from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.plan.planner import make_plan
+from megatron_ampipe.plan.planner import PlanOptions, make_plan
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.sensitivity import over_host_time, over_link_rate, with_link_rate
 from megatron_ampipe.schedule import check
 from tests.conftest import Command
 from tests.plan_cases import cluster, model_file, sized_block, with_copies
@@ -79,6 +80,36 @@ def test_an_order_of_the_user_is_predicted_next_to_the_named_ones(plan: Command,
     assert (timeline.labels["schedule"], timeline.labels["degree"]) == (name, "4")
     refused = plan(*words, "ampip", code=2).err
     assert "--schedule ampip: is neither package" in refused and "Did you mean ampipe?" in refused
+
+
+@pytest.mark.parametrize("words", [["--no-partner"], ["--no-partner", "--stack", "1"], []], ids=str)
+def test_the_answer_is_drawn_over_what_is_not_sure(plan: Command, tmp_path: Path, words: list[str]) -> None:
+    picture, few = tmp_path / "answer.svg", ["--degrees", "2", "--exchange", "rows"]
+    shown = plan(*few, *words, "--plot", picture)
+    assert f"wrote {picture}" in shown.err
+    texts = re.findall(r"<!-- (.*?) -->", picture.read_text(), re.S)
+    for text in ("cluster file: ", "host's time to issue a stage forward, us", "rate of an all-to-all "):
+        assert any(text in found for found in texts), text
+    refused = plan(*few, "--plot", tmp_path / "answer.txt", code=2).err
+    assert "must end with one of .png, .svg, .pdf" in refused
+
+
+@pytest.mark.parametrize("options", [{}, {"with_partner": 1.0}, {"stack": 1}], ids=str)
+def test_what_is_drawn_at_the_value_of_the_cluster_file_is_the_answer(options: PlanOptions) -> None:
+    predictor = Predictor(sized_block(), cluster(), num_layers=4)
+    chosen = make_plan(predictor, degrees=(2, 4), full=False, **options)
+    pipeline = chosen.pipeline_of(predictor.block.rows)
+    assert chosen.helps
+    for line in (over_host_time(predictor, pipeline), over_link_rate(predictor, pipeline)):
+        assert line is not None
+        at = list(line.values).index(line.given)
+        assert line.speedups[at] == pytest.approx(chosen.predicted_speedup, rel=1e-9)
+    # A faster link leaves less to hide, a slower host hides less.
+    assert over_link_rate(predictor, pipeline).speedups[-1] < chosen.predicted_speedup
+    assert over_host_time(predictor, pipeline).speedups[-1] <= chosen.predicted_speedup
+    faster = with_link_rate(predictor.cluster, 2.0)
+    before, after = ((each.inter or each.intra)["all_to_all"] for each in (predictor.cluster, faster))
+    assert after.time_us(1e9) - after.alpha_us == pytest.approx((before.time_us(1e9) - before.alpha_us) / 2)
 
 
 def test_a_long_search_says_what_it_does(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,20 @@ from megatron_ampipe.launch import planned
 from megatron_ampipe.launch.environment import block_of_args, layers_split_weights, passes_in_flight
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster, write_cluster
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, chunk_strategies
+from megatron_ampipe.schedule import (
+    COPYING,
+    STRATEGIES,
+    BlockFeatures,
+    Partner,
+    Pipeline,
+    chunk_strategies,
+)
+from tests import schedules
 from tests.plan_cases import cluster, with_copies
 from tests.unit.test_plan_made_for import resolved, run_of
 
 PIPELINE = Pipeline.of(4)
+INTERLEAVED = "tests.schedules:interleaved"
 
 
 def run(**changes: Any) -> Any:
@@ -35,6 +44,37 @@ def choose_memory(pipeline: Pipeline, budget: str, file: str | None = None, *, d
     found = None if file is None else read_cluster(find_cluster(file, flag="--ampipe-cluster"))
     passes = passes_in_flight(args, settings)
     return planned.choose_memory(resolved(args, pipeline, settings=settings), layers, found, passes=passes)
+
+
+@pytest.mark.parametrize("partner", [None, Partner(2, INTERLEAVED)], ids=["alone", "partner"])
+def test_a_custom_order_is_checked_for_every_pass_of_a_run(partner: Partner | None) -> None:
+    pipeline = Pipeline.of(4, backward_degree=2, schedule=INTERLEAVED, partner=partner)
+    settings = Settings(degree=4, schedule=INTERLEAVED, ranks_per_node=8)
+
+    def orders(**changes: Any) -> tuple[str, ...]:
+        return planned.custom_orders(resolved(run(**changes), pipeline, settings=settings))
+
+    found = orders()
+    assert len(found) == (4 if partner else 2), "with a gradient and in an evaluation"
+    assert all(text.startswith(f"schedule {INTERLEAVED} degree ") for text in found)
+    assert {text.split()[3] for text in found} == ({"4", "2"} if partner else {"4"})
+    with_other_attention = orders(experimental_attention_variant="gated_delta_net")
+    assert "add-norm.0" in with_other_attention[2] and "attention.0" not in with_other_attention[2]
+    assert planned.custom_orders(resolved(run(), PIPELINE)) == ()
+
+
+def test_a_custom_order_is_checked_for_every_degree_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_most_two(degree: int, features: BlockFeatures) -> str:
+        assert degree <= 2, f"{degree} chunks"
+        return schedules.interleaved(degree, features)
+
+    monkeypatch.setattr(schedules, "at_most_two", at_most_two, raising=False)
+    name = "tests.schedules:at_most_two"
+    tried = Settings(degree=AUTO, schedule=name, ranks_per_node=8)
+    with pytest.raises(
+        BadInput, match=r"at_most_two: for degree 4: fails: AssertionError: 4 chunks .*\. Change"
+    ):
+        planned.custom_orders(resolved(run(), Pipeline.of(1, schedule=name), settings=tried))
 
 
 def peaks() -> dict[str, str]:

@@ -48,6 +48,23 @@ def test_passes_are_distinguished(clock: list[float]) -> None:
     assert recorder.timeline(rank=0, labels={}, iteration=4).spans == ()
 
 
+def test_a_repeated_iteration_is_named_and_its_passes_are_counted_apart(clock: list[float]) -> None:
+    recorder = Recorder(num_iterations=3)
+    recorder.repeat_iteration()
+    recorder.start_iteration(5)
+    for milliseconds in (2, 3):
+        recorder.enter((1,), Direction.FORWARD)
+        run(recorder, clock, QKV, milliseconds / 1000)
+        clock[0] += 1
+        if milliseconds == 2:
+            recorder.repeat_iteration()
+            # As before every forward pass of a model.
+            recorder.start_iteration(5)
+    spans = recorder.timeline(rank=0, labels={}).spans
+    assert [(span.iteration, span.of_repeat) for span in spans] == [(5, False), (5, True)]
+    assert recorder.pass_times_us(5)[Direction.FORWARD] == pytest.approx([2000, 3000])
+
+
 def test_each_iteration_has_its_own_origin_event(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA returns the time between events as a 32-bit float: after hours its resolution is milliseconds."""
     distances = []

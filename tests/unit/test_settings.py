@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from megatron_ampipe.block.settings import SETTING, SHIPPED_SCHEDULES, ExchangeName
+from megatron_ampipe.block.settings import SETTING, SHIPPED_SCHEDULES, ExchangeName, parse_iterations
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.inputs import config_names, find_config, load, shown
 from megatron_ampipe.launch import config_files, flags
@@ -182,6 +182,13 @@ def test_a_plan_of_the_command_line_replaces_what_files_say_of_it(
 def test_the_names_of_exchanges_are_those_that_schedules_know() -> None:
     """The flag, which no schedule may be imported for, and the format of plan files have them from here."""
     assert get_args(ExchangeName) == tuple(exchange.value for exchange in Exchange)
+
+
+@pytest.mark.parametrize("text", ["50", "50-41", "0-9", "1-101", "a-b", "1-2-3", "41 - 50", "-1-5"])
+def test_iterations_that_are_no_range_are_refused(text: str) -> None:
+    assert parse_iterations("41-50") == (41, 50) and parse_iterations("7-7") == (7, 7)
+    with pytest.raises(BadInput, match=r"--ampipe-measure .*at most 100 iterations.*--ampipe-measure 41-50"):
+        parse_iterations(text)
 
 
 def test_the_flag_offers_every_named_schedule() -> None:

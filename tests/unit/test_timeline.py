@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.files.timeline import StageSpan, Timeline
+from megatron_ampipe.files.timeline import Communication, StageSpan, Timeline, summary_of
 from megatron_ampipe.schedule import stage_kind
 from megatron_ampipe.schedule.stage_kind import Lane
 
@@ -21,10 +21,17 @@ def test_copies_are_no_communication_and_hide_none() -> None:
     assert (timeline.communication_us, timeline.hidden_us, timeline.hidden_share) == (10.0, 2.0, 0.2)
 
 
+def test_the_figures_of_a_comparison_are_medians_over_iterations() -> None:
+    of_each = [Communication(10.0, 0.5), Communication(30.0, 0.125), Communication(14.0, 0.75)]
+    assert summary_of(of_each) == "communication per iteration (ms): 14.00 | under computation: 50.0%"
+    transfers = span("comm", 6000.0, 10_000.0), span("compute", 9000.0, 12_000.0)
+    assert Communication.of(Timeline(0, transfers)) == Communication(4.0, 0.25)
+
+
 def test_the_file_format_round_trips(tmp_path: Path) -> None:
     lanes = [lane.name for lane in vars(stage_kind).values() if isinstance(lane, Lane)]
     assert {"comm.intra", "comm.tensor"} <= {*lanes}
-    last = StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0)
+    last = StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0, of_repeat=True)
     timeline = Timeline(
         5, (*(span(lane, 10.5, 20.25) for lane in lanes), last), {"degree": "4", "schedule": "ampipe"}
     )

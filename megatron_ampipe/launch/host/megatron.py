@@ -25,8 +25,10 @@ from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.exchange.transports import UNEQUAL_GATHER
 from megatron_ampipe.launch.host.torch_calls import get_rng_state, set_rng_state
 from megatron_ampipe.layers.chunk_attention import gather_sequence
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.schedule import SequenceLayout
+from megatron_ampipe.schedule.chunks import Documents
 
 
 def install() -> None:
@@ -38,6 +40,7 @@ def install() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.router as router
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.utils as utils
     import megatron.training.training as training
     from megatron.core.jit import disable_jit_fuser
     from megatron.core.models.backends import LocalSpecProvider
@@ -82,6 +85,9 @@ def install() -> None:
     dropping = _with_ordered_topk(router.apply_router_token_dropping)
     moe_utils.apply_router_token_dropping = router.apply_router_token_dropping = dropping
 
+    # get_batch_on_this_cp_rank of packed documents.
+    utils.tex = types.SimpleNamespace(thd_get_partitioned_indices=shared_rows)
+
     # Local layers under context parallelism, and local latent attention.
     LocalSpecProvider.core_attention = lambda self: HostDotProductAttention
 
@@ -99,6 +105,17 @@ def install() -> None:
 
     # pretrain() calls this, which asserts that there is CUDA.
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+
+
+def shared_rows(bounds: Tensor, num_rows: int, num_ranks: int, rank: int) -> Tensor:
+    """The rows that a context-parallel rank holds of packed documents, as Transformer Engine divides them.
+
+    As ``thd_get_partitioned_indices``; ``bounds`` are those of the documents in ``num_rows`` rows.
+    """
+    starts = tuple(sorted({*bounds.tolist()} - {num_rows}))
+    documents = Documents((starts,), num_rows, own_positions=True, context_ranks=num_ranks, context_rank=rank)
+    spans = documents.spans_between(0, num_rows // num_ranks)
+    return torch.cat([torch.arange(span.global_start, span.global_end) for span in spans])
 
 
 def _splits_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
@@ -232,22 +249,49 @@ class HostDotProductAttention(DotProductAttention):
 
         Packed documents come without ``B``, as for Transformer Engine; attention stays within each document.
         """
-        if packed_seq_params is not None:
-            bounds = packed_seq_params.cu_seqlens_q.tolist()
-            documents = [
-                self._attend(*(x[first:last].unsqueeze(1) for x in (query, key, value)), None)
-                for first, last in itertools.pairwise(bounds)
-            ]
-            return torch.cat(documents).squeeze(1)
-        return self._attend(query, key, value, *args, **kwargs)
+        if packed_seq_params is None:
+            return self._attend(query, key, value, *args, **kwargs)
+        tensors, documents = (query, key, value), None
+        if self.config.context_parallel_size > 1:
+            # As Transformer Engine: ranks share each document.
+            group = self.pg_collection.cp
+            layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
+            documents = DocumentReader().read(packed_seq_params, None, num_rows=len(query), layout=layout)
+            query, key, value = (gather_sequence(x, group, documents) for x in tensors)
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        parts = [
+            self._attend_alone(
+                SequenceLayout(), *(x[first:last].unsqueeze(1) for x in (query, key, value)), None
+            )
+            for first, last in itertools.pairwise(bounds)
+        ]
+        context = torch.cat(parts).squeeze(1)
+        if documents is None:
+            return context
+        spans = documents.spans_between(0, len(tensors[0]))
+        return torch.cat([context[span.global_start : span.global_end] for span in spans])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
-        if not self._uses_sdpa:
-            context: Tensor = super().forward(query, key, value, *args, **kwargs)
-            return context
+        if self.config.context_parallel_size == 1:
+            return self._attend_alone(SequenceLayout(), query, key, value, *args, **kwargs)
         group = self.pg_collection.cp
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
         key, value = gather_sequence(key, group), gather_sequence(value, group)
+        return self._attend_alone(layout, query, key, value, *args, **kwargs)
+
+    def _attend_alone(
+        self,
+        layout: SequenceLayout,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
+        """Attention of this rank's rows, of a layout, to the keys of the whole sequence."""
+        if not self._uses_sdpa:
+            context: Tensor = super().forward(query, key, value, *args, **kwargs)
+            return context
         # With query-key layer scaling, softmax_scale is divided by the layer number, and Megatron's softmax
         # multiplies by it again.
         divisor = self.layer_number if self.config.apply_query_key_layer_scaling else 1

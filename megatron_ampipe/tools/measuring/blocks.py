@@ -44,6 +44,8 @@ from megatron_ampipe.tools.measuring.grid import Case, model_flags
 from megatron_ampipe.tools.measuring.meters import StageTimer
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
+_NUM_SAMPLES, _NUM_HALVINGS = 4096, 20
+"""Rows for which :func:`skewing_bias` finds a bias, and its steps."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -132,6 +134,11 @@ class BlockFactory:
             for layer in self.stock.moe_layers:
                 for parameter in layer.experts.parameters():
                     parameter.normal_(std=self._config.init_method_std)
+        if case.imbalance > 1:
+            for layer in self.stock.moe_layers:
+                weight, topk = layer.router.weight, case.topk
+                bias = skewing_bias(weight, topk=topk, num_ranks=job.num_ranks, imbalance=case.imbalance)
+                layer.router.expert_bias.copy_(bias)
         self.fused_gradients = self._config.gradient_accumulation_fusion
         if self.fused_gradients:
             # As in training, linear layers add their weights' gradients to these.
@@ -183,6 +190,39 @@ class BlockFactory:
         layers = Layers(spec, dataclasses.replace(self._config, **fields))
         layers.train()
         return layers.cuda() if self._on_cuda else layers
+
+
+@torch.no_grad()
+def skewing_bias(weight: Tensor, *, topk: int, num_ranks: int, imbalance: float) -> Tensor:
+    """A bias of sigmoid scores with which rank 0 gets so many times the mean number of rows.
+
+    It is found for normally distributed rows, the same on all ranks, so that a layer's own rows come close.
+
+    Args:
+        weight: ``[experts, hidden]``, of the router.
+        topk: Experts of a token.
+        num_ranks: Ranks that share the experts.
+        imbalance: At least 1.
+
+    Returns:
+        ``[experts]``: 0, or the same number for all experts of rank 0.
+    """
+    experts = weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_NUM_SAMPLES, weight.shape[1], generator=generator)
+    scores = torch.sigmoid(rows @ weight.float().cpu().T)
+    low, high = 0.0, 1.0
+    bias = torch.zeros(experts)
+    # Each step halves the range in which the bias is.
+    for _ in range(_NUM_HALVINGS):
+        bias[: experts // num_ranks] = (low + high) / 2
+        chosen = (scores + bias).topk(topk, dim=-1).indices
+        share = float((chosen < experts // num_ranks).float().mean())
+        if share * num_ranks < imbalance:
+            low = (low + high) / 2
+        else:
+            high = (low + high) / 2
+    return bias.to(weight.device)
 
 
 def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: bool) -> TransformerConfig:

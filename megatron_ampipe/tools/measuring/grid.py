@@ -42,6 +42,7 @@ class Case:
         transformer_impl: As --transformer-impl, for all layers. ``transformer_engine`` needs a GPU, and
             computes a rank's experts in grouped products.
         capacity: Capacity factor; tokens above it are dropped by their position. If left out, none is.
+        imbalance: Rows of the busiest rank over the mean: a bias of the router for the experts of rank 0.
         dtype: Type of parameters and activations.
     """
 
@@ -60,6 +61,7 @@ class Case:
     expert_kind: Literal["sequential", "torch-grouped"] = "sequential"
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
+    imbalance: float = field(default=1.0, metadata={"minimum": 1.0})
     dtype: Literal["fp32", "bf16", "fp16"]
 
     @property
@@ -101,6 +103,9 @@ def model_flags(case: Case, *, num_ranks: int) -> dict[str, Any]:
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
     }
+    if case.imbalance > 1:
+        # A bias of scores decides which experts are chosen, not what their results are multiplied with.
+        flags |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
     if case.dtype != "fp32":
         # Otherwise rounding, which differs in chunks, could reorder experts with nearly equal scores.
         flags |= {case.dtype: True, "moe-router-dtype": "fp32"}
@@ -120,7 +125,8 @@ def block_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Block
         "moe-grouped-gemm": case.grouped,
         "no-gradient-accumulation-fusion": not fused_gradients,
     }
-    block, _ = block_of(ModelFile(Path(case.name), flags, {}), None, ranks=num_ranks)
+    model = ModelFile(Path(case.name), flags, {})
+    block, _ = block_of(model, None, ranks=num_ranks, imbalance=case.imbalance)
     return block
 
 
