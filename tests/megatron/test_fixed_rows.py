@@ -39,11 +39,12 @@ KINDS = {
     "pipeline": EP + PP + STATE + OVERLAPS + "--ampipe-degree 2 --ampipe-memory redispatch/S3 ",
     "interleaved": PP + STATE + OVERLAPS + PLACED + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
     "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
-    # Whole passes as CUDA graphs, which draw no random numbers.
+    # Whole passes as CUDA graphs, which draw no random numbers. Hooks run around their launches.
     "graphs": EP
     + LLAMA
     + SHARED
     + FOUR_LAYERS
+    + OVERLAPS
     + STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 ", "")
     + "--ampipe-degree 2 --ampipe-stack 2 ",
 }
