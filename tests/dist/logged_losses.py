@@ -35,6 +35,16 @@ def zero() -> None:
         _values(entry).zero_()
 
 
+def move() -> None:
+    """Put them into other memory, with their values."""
+    for entry in _tracker().values():
+        values = _values(entry).clone()
+        if isinstance(entry, dict):
+            entry["values"] = values
+        else:
+            entry.values = values
+
+
 def by_name() -> dict[str, torch.Tensor]:
     """The losses logged since the reset, per layer."""
     return {name: _values(entry).clone() for name, entry in _tracker().items()}

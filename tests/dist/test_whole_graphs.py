@@ -206,8 +206,23 @@ def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen() -> 
     assert step(5) == ({}, 4) and not exceeds(state)
 
 
+def move_losses(layer: torch.nn.Module) -> None:
+    """As in a loop that makes new tensors for what routers log, and for the factor of their losses."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from tests.dist import logged_losses
+
+    logged_losses.move()
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if scale is not None:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale.clone()
+
+
+ALL_MOVED = [*MOVED, (Case("losses", model=LARGE), move_losses)]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("case", "move"), [pytest.param(*pair, id=pair[0].name) for pair in MOVED])
+@pytest.mark.parametrize(("case", "move"), [pytest.param(*pair, id=pair[0].name) for pair in ALL_MOVED])
 def test_graphs_whose_memory_has_moved_are_captured_again(case: Case, move: Any) -> None:
     from tests.dist.blocks import run, wrong
 
