@@ -180,7 +180,7 @@ _RULES = (
         lambda args: args.ampipe_exchange not in (None, Exchange.ROWS),
     ),
     # A stage that runs again, or in two parts; ``runtime.graphs`` finds these in a tape too.
-    _Rule(_LINEAR, "--ampipe-schedule: gradients of weights are stages of their own", _splits_weights),
+    _Rule(_LINEAR, "--ampipe-schedule: gradients of weights are separate stages", _splits_weights),
     _Rule(frozenset({kinds.QKV}), "--recompute-modules mla_up_proj", _recomputes("mla_up_proj")),
     _Rule(frozenset({kinds.ATTENTION}), "--recompute-modules core_attn", _recomputes("core_attn")),
     _Rule(frozenset({kinds.SHARED}), "--recompute-modules shared_experts", _recomputes("shared_experts")),
