@@ -112,6 +112,7 @@ OTHER_ATTRIBUTES = {
     ("runtime/steps.py", "values"),
     # Of argparse, and a field of a layer specification.
     ("launch/ending.py", "error"),
+    ("tools/sbatch_command.py", "setup"),
     ("tools/measuring/blocks.py", "core_attention"),
 }
 """Assigned attributes, by file and name, that only share their name with a function of Megatron."""
