@@ -244,7 +244,7 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
     )
     mask = mask_of(case).to(device) if case.masked else None
     # Another share of the rows of each sequence and rank.
-    padding = torch.rand(shape[1::-1], generator=generator) < 0.3 if case.padded else None
+    padding = (torch.rand(shape[1::-1], generator=generator) < 0.3).to(device) if case.padded else None
     return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing, padding, ids)
 
 
