@@ -41,7 +41,9 @@ WAITS = (
     (r".*condense.*", r"(forward|backward) (again:)?condense: .*"),
     (r"parity-gate-(sigmoid|forward|varying|expert-choice).*", r"forward route: _local_scalar_dense"),
     # Megatron's sinkhorn repeats until it has converged.
-    (r"parity-choice-sinkhorn.*", r"forward choose: _local_scalar_dense"),
+    (r"parity-(choice|padding)-sinkhorn.*", r"forward choose: _local_scalar_dense"),
+    # The test itself compares what a block that runs again has recorded (tests/dist/routing_records.py).
+    (r"parity-replay-.*-recompute", r"backward again:route: equal"),
 )
 """Names of runs, and where the host waits in them, other than for AMPipe's event of the counts."""
 

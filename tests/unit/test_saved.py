@@ -55,13 +55,15 @@ def test_every_way_is_used_and_no_strategy_is_twice_there() -> None:
 
 OF_LAYERS = {"DroppedOutput", "ExpertTensors", "InnerTensors", "RecomputedTensors"}
 """What stage functions may be given."""
+TYPES = {"LinearOutput"}
+"""What they may name in annotations."""
 
 
 def drops_by_itself(code: str) -> Iterator[str]:
     """What in the code of a layer drops an activation, other than through an object that it is given."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module == "megatron_ampipe.runtime.saved_tensors":
-            yield from (alias.name for alias in node.names if alias.name not in OF_LAYERS)
+            yield from (alias.name for alias in node.names if alias.name not in OF_LAYERS | TYPES)
         elif isinstance(node, ast.ImportFrom) and node.module == "torch.utils.checkpoint":
             yield node.module
         elif isinstance(node, ast.Attribute) and node.attr == "saved_tensors_hooks":
