@@ -110,10 +110,11 @@ def test_a_pipeline_schedules_any_blocks(
 
 
 @settings(deadline=None)
-@given(names, degrees, features)
+@given(st.sampled_from(SCHEDULE_NAMES), degrees, features)
 def test_a_period_of_one_block_is_its_schedule(
     name: str, degrees: tuple[int, int], block: BlockFeatures
 ) -> None:
+    """Of named schedules: a custom order may have stages after its last ``merge``, which a period moves."""
     schedule = build(name, degree=degrees[0], backward_degree=degrees[1], features=block)
     repeating = period(schedule)
     assert unrolled(repeating, [block]) == unrolled(schedule, [block]) == schedule
