@@ -89,7 +89,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if hasattr(parsed, "training_flags"):
         parsed.training_flags = others
     elif others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        remedy = "; write flags of Megatron and AMPipe after --" if hasattr(parsed, "flags") else ""
+        parser.error(f"unrecognized arguments: {' '.join(others)}{remedy}")
     return parsed
 
 

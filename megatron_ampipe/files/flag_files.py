@@ -129,7 +129,10 @@ def _read_recipe(path: Path) -> FlagFile:
 
 
 def _as_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
+    if value is None:
+        return ""
+    text = str(value)
+    return text.lower() if isinstance(value, bool) else text
 
 
 def _words_of(flag: str, value: object) -> Iterator[str]:
@@ -165,7 +168,7 @@ def _read_script(path: Path, text: str) -> FlagFile:
         place = f"{path}:{first.line}"
         unknown = next((word.unknown for word in group if word.unknown is not None), None)
         if not first.text.startswith("--"):
-            notes.append(f"{place}: {first.text} is not read: it belongs to no flag")
+            notes.append(f"{place}: {first.text} is not read: unexpected argument")
         elif unknown is not None:
             notes.append(f"{place}: {first.text} is left out: the value of {unknown} is not known")
         else:

@@ -242,8 +242,16 @@ class _Reader:
         if not self.scopes:
             return
         _, earlier = self.scopes.pop()
-        taken = None if earlier is None else False if earlier else holds
-        self.scopes.append((taken, True if earlier else None if holds is None or earlier is None else holds))
+        taken: bool | None
+        any_taken: bool | None
+        if earlier:
+            # An earlier branch was taken.
+            taken, any_taken = False, True
+        elif earlier is None:
+            taken, any_taken = None, None
+        else:
+            taken, any_taken = holds, holds
+        self.scopes.append((taken, any_taken))
 
     def _holds(self, command: Sequence[Word | Array]) -> bool | None:
         """Whether a test holds; None if that is not known. A variable that is not set is empty."""

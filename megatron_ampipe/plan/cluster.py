@@ -307,7 +307,11 @@ class Cluster:
         if value is None:
             rule, remedy = "is missing, and this block needs it", "Add it, or measure with ampipe profile."
             if key in get_args(FlexBackend):
-                remedy = "Add it, as measured by DeepEP's own tests; see configs/clusters/dgx-h100.yaml."
+                remedy = (
+                    "Use --moe-token-dispatcher-type alltoall (ampipe plan --set "
+                    "moe-token-dispatcher-type=alltoall), or add it, as measured by DeepEP's own tests; see "
+                    "configs/clusters/dgx-h100.yaml."
+                )
             self.refuse(f"{section}.{key}", rule, remedy)
         return value
 

@@ -71,3 +71,9 @@ def test_a_closed_standard_output_ends_it_without_a_traceback(words: str) -> Non
     os.close(writer)
     assert done.returncode == 141
     assert b"BrokenPipe" not in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_a_flag_of_training_before_the_dashes_says_where_it_belongs(ampipe: Command) -> None:
+    text = "unrecognized arguments: --lr=1e-4; write flags of Megatron and AMPipe after --"
+    assert text in ampipe("sbatch", "--lr=1e-4", code=2).err
+    assert "after --" not in ampipe("doctor", "--lr=1e-4", code=2).err
