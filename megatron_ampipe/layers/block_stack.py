@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
+from megatron_ampipe.exchange.fixed_rows import BudgetedChunk
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass, MicroBatch
@@ -221,7 +221,7 @@ class BlockStack:
         exchange = self._context.pipeline.exchange
         dispatchers = [block.dispatcher(exchange) for block in self._blocks if not block.dense]
         return tuple(
-            dispatcher.budget_version(num_chunks) if isinstance(dispatcher, FixedRowsChunk) else None
+            dispatcher.budget_version(num_chunks) if isinstance(dispatcher, BudgetedChunk) else None
             for dispatcher in dispatchers
         )
 

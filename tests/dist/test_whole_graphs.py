@@ -10,8 +10,18 @@ import pytest
 import torch
 
 from megatron_ampipe.schedule import KEEP
-from tests import cuda_graph_standin
-from tests.dist.cases import FIXED_ROWS, GLOBAL_AUX, LARGE, LATENT_EXPERTS, SHARED, TP, Case
+from tests import cuda_graph_standin, deep_ep_standin
+from tests.dist.cases import (
+    ALL_TO_ALL,
+    FIXED_ROWS,
+    GLOBAL_AUX,
+    HYBRID,
+    LARGE,
+    LATENT_EXPERTS,
+    SHARED,
+    TP,
+    Case,
+)
 from tests.dist.test_cuda_graphs import INTERLEAVED, MOVED, ORDERS
 
 TOLERANCE = 1e-5
@@ -21,7 +31,9 @@ OPTIONS: dict[str, Any] = {"fixed_rows": True, "executor": "sequential"}
 STACK = OPTIONS | {"layers": "mm", "stack": 0}
 _ALIKE = (
     "degree2", "stack2", "one-expert-each", "probs-on-input", "odd-ffn", "lancet", "lancet-uncut",
-    "ep4-degree2", "latent", "layernorm-moe", "tp-experts-lancet",
+    "ep4-degree2", "latent", "layernorm-moe", "tp-experts-lancet", "hybridep-degree2",
+    "hybridep-one-expert-each", "hybridep-bias-capacity", "hybridep-probs-on-input", "hybridep-latent",
+    "hybridep-tp-experts",
 )  # fmt: skip
 """Cases that capture nothing that no other case has."""
 CASES = [
@@ -47,6 +59,7 @@ CASES = [
 def _stand_ins() -> Any:
     from megatron_ampipe.exchange import fixed_rows
 
+    deep_ep_standin.install()
     with cuda_graph_standin.stand_ins(), mock.patch.object(fixed_rows, "PADDING", math.nan):
         yield
 
@@ -164,10 +177,12 @@ def test_several_micro_batches_in_flight(orders: list[str], stack: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen() -> None:
+@pytest.mark.parametrize("model", [LARGE, LARGE | HYBRID], ids=["alltoall", "hybridep"])
+def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen(model: dict[str, Any]) -> None:
+    from megatron_ampipe.exchange.flex import HybridEPTransport
     from tests.dist.blocks import inputs_of, run, wrong
 
-    case = Case("budgets", degree=2, layers="mm", stack=1, model=LARGE, **OPTIONS)
+    case = Case("budgets", degree=2, layers="mm", stack=1, model=model, stock=ALL_TO_ALL, **OPTIONS)
     stock, ours, state = captured(case)
     rank = torch.distributed.get_rank()
 
@@ -202,8 +217,17 @@ def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen() -> 
     state.is_active = False
     assert step(5) == ({}, 0)
     state.is_active = True
-    use_budget(state._chunks[-1], lambda rows: 32)
+    use_budget(state._chunks[-1], lambda rows: 64)
     assert step(5) == ({}, 4) and not exceeds(state)
+    # A pass of longer sequences, for which HybridEP replaces the memory that graphs use.
+    graphs = [weakref.ref(graph) for graph in cuda_graph_standin.CAPTURED]
+    state.is_active = False
+    with mock.patch.object(HybridEPTransport, "_most_tokens", 16):
+        run(ours, dataclasses.replace(case, sequence_length=64), rank=rank)
+    state.is_active = True
+    assert step(6) == ({}, 4)
+    num_kept = sum(graph() is not None for graph in graphs)
+    assert num_kept == (0 if "moe_flex_dispatcher_backend" in model else len(graphs))
 
 
 def move_losses(layer: torch.nn.Module) -> None:

@@ -48,6 +48,12 @@ KINDS = {
     + STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 ", "")
     + "--ampipe-degree 2 --ampipe-stack 2 ",
 }
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+KINDS |= {
+    # A rank that drops rows tells the others.
+    "hybridep": KINDS["pipeline"].replace("redispatch/S3", "offload/S3") + FLEX,
+    "hybridep-graphs": KINDS["graphs"] + FLEX,
+}
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 
 
@@ -58,9 +64,11 @@ LAUNCHES = {
     "pipeline": (4, "overflows"),
     "interleaved": (2, "overflows"),
     "graphs": (2, "whole_graphs"),
+    "hybridep": (4, "overflows"),
+    "hybridep-graphs": (2, "whole_graphs"),
 }
 """Ranks and stand-ins of each kind."""
-WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs")
+WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs", "hybridep-graphs")
 """Of these, a run that never exceeds a budget is compared, too."""
 
 
@@ -83,7 +91,7 @@ def runs(folder: Path) -> dict[str, Run]:
                 *MOCK_DATA,
                 *shlex.split(flags.format(folder=folder / line) + LINES[line]),
                 *("--train-iters", str(NUM_ITERATIONS)),
-                *(shlex.split(GRAPHS) if kind == "graphs" and line != "exact" else []),
+                *(shlex.split(GRAPHS) if "graphs" in kind and line != "exact" else []),
             ]
             for kind, flags in KINDS.items()
             for line in lines_of(kind)
@@ -128,13 +136,14 @@ def test_a_repeated_step_is_recorded_once(runs: dict[str, Run], folder: Path) ->
     assert small == exact
 
 
-def test_whole_passes_are_replayed_on_every_rank(runs: dict[str, Run]) -> None:
+@pytest.mark.parametrize("kind", ["graphs", "hybridep-graphs"])
+def test_whole_passes_are_replayed_on_every_rank(kind: str, runs: dict[str, Run]) -> None:
     """Two stacks, both directions, four micro-batches of a rank in each step with budgets."""
     exact, fixed, small = (
-        [int(count) for count in re.findall(r"replays: (\d+)", runs[f"graphs {line}"].output)]
+        [int(count) for count in re.findall(r"replays: (\d+)", runs[f"{kind} {line}"].output)]
         for line in LINES
     )
-    assert exact == [0, 0] and runs["graphs fixed"].says("CUDA graphs whole passes")
+    assert exact == [0, 0] and runs[f"{kind} fixed"].says("CUDA graphs whole passes")
     per_step = 2 * 2 * 4
     # The first pass of each stack warms up.
     assert fixed == [(NUM_ITERATIONS - 2) * per_step - 4] * 2
