@@ -20,6 +20,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.schedule.chunks import cut, have_whole_tiles
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
+from megatron_ampipe.schedule.row_budget import largest_count, rows_of_budget
 from megatron_ampipe.schedule.saved import RecomputeRequest, decide
 
 PROBABILITY_BYTES = 4
@@ -68,6 +69,8 @@ class Block:
         replicas: Number of ranks over which gradients are reduced; ``expert_replicas`` for experts.
         shards_optimizer: A rank gets only a part of the reduced gradients.
         places_reductions: Gradient reductions are stages (``--ampipe-grad-reduce placed``).
+        rows_margin: ``--ampipe-rows-margin`` with ``--ampipe-rows fixed``; None for exact rows, as in
+            Megatron's layer.
     """
 
     sequence_length: int = _recorded("--seq-length")
@@ -118,6 +121,7 @@ class Block:
     expert_replicas: int = 1
     shards_optimizer: bool = False
     places_reductions: bool = False
+    rows_margin: float | None = _recorded("--ampipe-rows-margin", essential=False, default=None)
 
     @property
     def rows(self) -> int:
@@ -140,8 +144,35 @@ class Block:
         return self.imbalance if self.capacity is None else min(self.capacity, self.imbalance)
 
     def received(self, rows: int) -> float:
-        """Rows that the local experts compute for ``rows`` rows of the residual stream."""
+        """Rows that the local experts compute for ``rows`` rows of the residual stream.
+
+        With fixed rows too: products have offsets on the device and skip padding. What else there is of these
+        rows (transfers, copies, activations) has the size of :meth:`arriving`.
+        """
         return rows * self.batch * self.topk * self.load * self.expert_tensor
+
+    def arriving(self, rows: int) -> float:
+        """Rows that the local experts get of a chunk with ``rows`` rows of the residual stream.
+
+        With fixed rows these are budgets, padding included, which grow slower than the chunk.
+        """
+        if self.rows_margin is None:
+            return self.received(rows)
+        return self.expert * self._budget(rows, load=self.load) * self.expert_tensor
+
+    def sent(self, rows: int) -> float:
+        """Rows that a rank sends of such a chunk to all ranks, itself included; with padding."""
+        if self.rows_margin is None:
+            return rows * self.batch * self.rows_per_token
+        return self.expert * self._budget(rows, load=1.0)
+
+    def _budget(self, rows: int, *, load: float) -> int:
+        """What a training learns as the budget of a chunk for one rank."""
+        assert self.rows_margin is not None
+        even = rows * self.batch * self.topk / self.expert
+        limit = math.inf if self.capacity is None else even * self.capacity
+        largest = largest_count(even * load, share=1 / self.expert)
+        return rows_of_budget(min(largest, limit), margin=self.rows_margin)
 
     def row_bytes(self, probabilities: int) -> int:
         """Bytes of a row that is sent with so many probabilities."""
@@ -237,7 +268,7 @@ class Block:
     @property
     def stock(self) -> Block:
         """The same block in Megatron's own layer, where padding fills every expert's capacity."""
-        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None)
+        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None, rows_margin=None)
         if self.capacity is None or not self.padded:
             return plain
         return replace(plain, capacity=None, imbalance=self.capacity)
