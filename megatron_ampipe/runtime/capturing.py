@@ -28,7 +28,7 @@ class BlockLeaves:
         """In the order of the parameters' numbers."""
 
     @contextlib.contextmanager
-    def in_place(self, sums: Sequence[GradientSums]) -> Iterator[None]:
+    def in_place(self, all_sums: Sequence[GradientSums]) -> Iterator[None]:
         """Replace the parameters by the leaves, in modules and in sums of gradients; restore on exit."""
         functions = self._functions
         leaf_by_parameter = dict(zip(functions.parameters.all, self.all, strict=True))
@@ -42,15 +42,15 @@ class BlockLeaves:
         for leaf in self.all:
             if hasattr(leaf, "grad_added_to_main_grad"):
                 leaf.grad_added_to_main_grad = False
-        for one in sums:
-            one.parameters, one.numbers = self.all, numbers
+        for sums in all_sums:
+            sums.parameters, sums.numbers = self.all, numbers
         try:
             yield
         finally:
             for module, name, parameter in replaced:
                 module._parameters[name] = parameter
-            for one in sums:
-                one.parameters, one.numbers = functions.parameters.all, functions.parameters.numbers
+            for sums in all_sums:
+                sums.parameters, sums.numbers = functions.parameters.all, functions.parameters.numbers
 
     def is_fused(self, number: int) -> bool:
         """Whether the gradient of a parameter was added to ``main_grad`` since :meth:`in_place` began."""

@@ -120,7 +120,7 @@ REFUSED = {
     ],
     "--cuda-graph-impl (6)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "--num-layers-per-virtual-pipeline-stage 1",
     ],
     "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [
