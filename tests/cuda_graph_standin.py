@@ -103,7 +103,7 @@ class RecordedGraph:
         """The blocks of the pool that were in use when the capture began; and, during the capture, the
         contents of those that it has given to other tensors."""
         self._read: dict[int, StorageWeakRef] = {}
-        """By storage, memory from before that it uses."""
+        """By storage, memory from before that it uses; without the pool's, which is not given back."""
         self._recorder: _Recorder | None = None
         self.pool: Any = None
         self.generators: list[torch.Generator] = []
@@ -209,7 +209,11 @@ class RecordedGraph:
         self._calls.append((operation, tree_map_only(Tensor, _borrowed, args), {}, None))
 
     def _note_read(self, tensors: list[Tensor]) -> None:
+        of_pool = {block.memory.data_ptr() for block in POOLS[self.pool]}
         for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() in of_pool:
+                # Others may have it by the time of a replay, as the poison shows, or the values.
+                continue
             # Without contents it has no memory in the pool, and nobody reads it.
             if _storage(tensor) not in self._made and tensor.untyped_storage().nbytes():
                 self._read.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))

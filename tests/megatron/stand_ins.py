@@ -128,11 +128,20 @@ def overflows() -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_graphs() -> Iterator[None]:
-    """Both of these, and transfers on the calling thread, the only one that a capture sees."""
+    """Both of these, and transfers on the calling thread, the only one that a capture sees.
+
+    With partners, a step of four micro-batches is two chains of graphs.
+    """
+    from megatron_ampipe.launch import partners
     from megatron_ampipe.layers import block_stack
     from megatron_ampipe.runtime.executors import SequentialExecutor
 
-    with graphs(), overflows(), mock.patch.object(block_stack, "ThreadExecutor", SequentialExecutor):
+    with (
+        graphs(),
+        overflows(),
+        mock.patch.object(block_stack, "ThreadExecutor", SequentialExecutor),
+        mock.patch.object(partners, "MAX_CHAIN", 3),
+    ):
         yield
 
 

@@ -122,6 +122,10 @@ REFUSED = {
             )
         ),
     ],
+    "--cuda-graph-impl (6)": [
+        "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+    ],
     "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [
         *(f"--offload-modules {modules}" for modules in ("core_attn attn_proj", "expert_fc1 mlp_norm")),
