@@ -208,14 +208,14 @@ class FixedSplits(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """The order by expert of received rows, and back; each with the mask of what is no padding."""
+    """The order by expert of received rows, and back; each with the mask of padding."""
 
     source: Tensor
     """``[R]``: the received row at each place in the order by expert."""
-    is_sorted: Tensor
+    pads_sorted: Tensor
     place: Tensor
     """``[R]``: the place of each received row in the order by expert."""
-    is_received: Tensor
+    pads_received: Tensor
 
 
 class FixedRowsChunk(AllToAllChunk):
@@ -279,14 +279,14 @@ class FixedRowsChunk(AllToAllChunk):
         slots = self._rows.sent
         assert slots is not None
         per_rank = per_expert.view(self._num_ranks, self._num_local).sum(dim=1)
-        self._is_used = slots.place < per_rank[slots.rank]
+        self._is_padding = slots.place >= per_rank[slots.rank]
         begins = per_rank.cumsum(dim=0) - per_rank
-        copies = torch.where(self._is_used, begins[slots.rank] + slots.place, 0)
+        copies = torch.where(self._is_padding, 0, begins[slots.rank] + slots.place)
         # A stable sort puts marked entries first, by expert and then by token.
         marks = routing_map.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[copies]
         self._token = marks % num_tokens
         chosen = self._token * num_experts + marks // num_tokens
-        row_probs = torch.where(self._is_used, probs.reshape(-1).index_select(0, chosen), PADDING)
+        row_probs = _padded(probs.reshape(-1).index_select(0, chosen), self._is_padding)
         return self.tokens_again(hidden_states), row_probs
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ class FixedRowsChunk(AllToAllChunk):
         if self._budget is None:
             return super().tokens_again(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return torch.where(self._is_used.unsqueeze(1), tokens.index_select(0, self._token), PADDING)
+        return _padded(tokens.index_select(0, self._token), self._is_padding)
 
     def set_counts(self, gathered: Tensor) -> None:
         """Set the counts of all ranks; with a budget nobody waits for them on the host."""
@@ -356,35 +356,34 @@ class FixedRowsChunk(AllToAllChunk):
         piece_ends = piece_sizes.cumsum(dim=0)
         piece_begins = begins.T.reshape(-1)
         sorted_places = torch.arange(num_rows, device=slots.rank.device)
-        is_sorted = sorted_places < piece_ends[-1]
+        pads_sorted = sorted_places >= piece_ends[-1]
         piece = torch.searchsorted(piece_ends, sorted_places, right=True).clamp(max=len(piece_ends) - 1)
         source = piece_begins[piece] + sorted_places - (piece_ends - piece_sizes)[piece]
-        source = torch.where(is_sorted, source, num_rows)
+        source = torch.where(pads_sorted, num_rows, source)
         # Padding goes to one more row, which is cut off.
         place = torch.zeros(num_rows + 1, dtype=torch.int64, device=slots.rank.device)
         place = place.scatter(0, source, sorted_places)[:num_rows]
-        is_received = slots.place < part_ends[slots.rank, -1]
-        source = torch.where(is_sorted, source, 0)
+        pads_received = slots.place >= part_ends[slots.rank, -1]
+        source = torch.where(pads_sorted, 0, source)
         ends = piece_ends.view(self._num_local, -1)[:, -1]
         # Grouped products require a stride of 1, of a single offset too.
         ends = ends.to(torch.int32, memory_format=torch.contiguous_format)
-        return _Arrival(source, is_sorted, place, is_received), ends
+        return _Arrival(source, pads_sorted, place, pads_received), ends
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().combine_preprocess(hidden_states)
         arrival = self._arrival
-        back = _Arrival(arrival.place, arrival.is_received, arrival.source, arrival.is_sorted)
+        back = _Arrival(arrival.place, arrival.pads_received, arrival.source, arrival.pads_sorted)
         return reorder(hidden_states, back)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().combine_postprocess(rows)
-        kept = torch.where(self._is_used.unsqueeze(1), rows, 0)
         num_tokens = self.hidden_shape[:-1].numel()
-        sums = rows.new_zeros((num_tokens, rows.shape[1])).index_add(0, self._token, kept)
+        sums: Tensor = _Sums.apply(rows, self._token, self._is_padding, num_tokens)
         return sums.view(self.hidden_shape)
 
 
@@ -394,8 +393,8 @@ def reorder(rows: Tensor, arrival: _Arrival) -> Tensor:
     return ordered
 
 
-class _ReorderContext(Protocol):
-    """What a node of :class:`_Reorder` saves."""
+class _Context(Protocol):
+    """What a node saves."""
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]: ...
@@ -408,27 +407,50 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _ReorderContext,
+        ctx: _Context,
         rows: Tensor,
         source: Tensor,
-        is_sorted: Tensor,
+        pads_sorted: Tensor,
         place: Tensor,
-        is_received: Tensor,
+        pads_received: Tensor,
     ) -> Tensor:
-        """``[R, ...]`` from ``rows[source]``; padding where not ``is_sorted``."""
-        ctx.save_for_backward(place, is_received)
-        return _selected(rows, source, is_sorted)
+        """``[R, ...]`` from ``rows[source]``; padding where ``pads_sorted``."""
+        ctx.save_for_backward(place, pads_received)
+        return _selected(rows, source, pads_sorted)
 
     @staticmethod
-    def backward(ctx: _ReorderContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The other order."""
-        place, is_received = ctx.saved_tensors
-        return _selected(gradient, place, is_received), None, None, None, None
+        place, pads_received = ctx.saved_tensors
+        return _selected(gradient, place, pads_received), None, None, None, None
 
 
-def _selected(rows: Tensor, index: Tensor, is_kept: Tensor) -> Tensor:
-    mask = is_kept.view(-1, *[1] * (rows.dim() - 1))
-    return torch.where(mask, rows.index_select(0, index), PADDING)
+class _Sums(torch.autograd.Function):
+    """Adds the rows of each token but for padding. Unlike torch's ``index_add``, it does not save the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int
+    ) -> Tensor:
+        """``[M, D]`` to ``[T, D]``."""
+        ctx.save_for_backward(token, is_padding)
+        kept = torch.where(is_padding.unsqueeze(1), 0, rows)
+        return rows.new_zeros((num_tokens, rows.shape[1])).index_add_(0, token, kept)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of its token for each row."""
+        token, is_padding = ctx.saved_tensors
+        return _selected(gradient, token, is_padding), None, None, None
+
+
+def _selected(rows: Tensor, index: Tensor, is_padding: Tensor) -> Tensor:
+    return _padded(rows.index_select(0, index), is_padding)
+
+
+def _padded(rows: Tensor, is_padding: Tensor) -> Tensor:
+    """Fill padding in ``[R, ...]`` in place: another copy of the rows can be the peak of memory."""
+    return rows.masked_fill_(is_padding.view(-1, *[1] * (rows.dim() - 1)), PADDING)
 
 
 def budget_of(counts: Counts, *, margin: float) -> RowBudget:
