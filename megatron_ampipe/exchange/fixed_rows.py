@@ -95,6 +95,10 @@ class ChunkRows:
         """``[P, P]`` int64, on the device: the largest counts of the current step."""
         self.window: Tensor | None = None
         """The same of the last steps, from which the budget is learned."""
+        self.num_steps = 0
+        """Steps that ran the chunk, until it has a budget."""
+        self.runs_now = False
+        """Whether the current step runs it; with a budget, a CUDA graph may do so without saying it."""
         self.sent: Slots | None = None
         """Of the rows that this rank sends. Made with the budget: a pass copies nothing to the device."""
         self.received: Slots | None = None
@@ -102,6 +106,7 @@ class ChunkRows:
 
     def record(self, counts: Tensor) -> None:
         """Take over counts ``[P, P]`` of a micro-batch: rows of each rank for each rank."""
+        self.runs_now = True
         if self.peak is None:
             self.peak = counts.clone()
         else:
@@ -111,11 +116,13 @@ class ChunkRows:
         """Set the budget from the largest counts of the window. The host waits for them.
 
         If it ``may_shrink``, a new window begins; else no number of rows becomes smaller. ``keeps`` says
-        whether the present budget stays.
+        whether the present budget stays, which it also does if no step of the window ran the chunk.
         """
         if self.window is None:
             return
         counts: Counts = self.window.tolist()
+        if not any(map(any, counts)):
+            return
         learned = budget_of(counts, margin=margin)
         if may_shrink:
             self.window.zero_()
@@ -162,6 +169,7 @@ class FixedRows:
     def begin_step(self) -> None:
         """Forget the counts of the current step."""
         for chunk in self._chunks:
+            chunk.runs_now = False
             if chunk.peak is not None:
                 chunk.peak.zero_()
 
@@ -181,6 +189,7 @@ class FixedRows:
         for chunk in self._chunks:
             if chunk.peak is None:
                 continue
+            chunk.num_steps += chunk.runs_now
             if chunk.window is None:
                 chunk.window = chunk.peak.clone()
             else:
@@ -190,6 +199,21 @@ class FixedRows:
         """Set the budget of every chunk, see :meth:`ChunkRows.learn`; only between two steps."""
         for chunk in self._chunks:
             chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
+
+    def learn_first(self, margin: float, *, warm_up: int) -> None:
+        """Set the first budget of the chunks that have run in so many steps with exact rows.
+
+        Each number of chunks that is tried has other chunks.
+        """
+        for chunk in self._chunks:
+            if chunk.budget is None and chunk.num_steps >= warm_up:
+                chunk.learn(margin, may_shrink=False)
+
+    def learn_again(self, margin: float, *, may_shrink: bool, keeps: Keeps) -> None:
+        """Set the budget of every chunk that has one."""
+        for chunk in self._chunks:
+            if chunk.budget is not None:
+                chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
 
 
 class ExpertOffsets(NamedTuple):
