@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.block.settings import SETTING
@@ -135,9 +136,49 @@ class ChunkRows:
         """Set the budget, and make its constants."""
         self.budget = budget
         self.version += 1
+        self.limit = copy_to_device(torch.tensor(budget.rows), device)
+        self._make_slots(budget, device)
+
+    def _make_slots(self, budget: RowBudget, device: torch.device) -> None:
         self.sent = Slots.of(budget.sent_by(self._rank), device)
         self.received = Slots.of(budget.received_by(self._rank) * self._num_shares, device)
-        self.limit = copy_to_device(torch.tensor(budget.rows), device)
+
+
+class ReceivedRows(ChunkRows):
+    """The rows that each rank receives of one chunk, whoever sends them: budget and counts are ``[1, P]``.
+
+    Of a transport that sends the rows that there are, and whose budget is the size of what is received.
+    A rank knows its own count; budgets are learned from those of all ranks of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank())
+        self._group = group
+
+    @property
+    def own_budget(self) -> int | None:
+        """How many rows this rank can receive; None without a budget."""
+        return None if self.budget is None else self.budget.rows[0][self._rank]
+
+    def record_own(self, count: int | Tensor, device: torch.device) -> None:
+        """Take over how many rows this rank has received of a micro-batch, a number or ``[1]`` int64."""
+        self.runs_now = True
+        if self.peak is None:
+            self.peak = torch.zeros((1, self._group.size()), dtype=torch.int64, device=device)
+        own = self.peak[0, self._rank : self._rank + 1]
+        if isinstance(count, int):
+            own.clamp_(min=count)
+        else:
+            torch.maximum(own, count, out=own)
+
+    def learn(self, margin: float, *, may_shrink: bool, keeps: Keeps = lambda *_: False) -> None:
+        """As in ``ChunkRows``; all ranks of the group call it together."""
+        if self.window is not None:
+            dist.all_reduce(self.window, dist.ReduceOp.MAX, group=self._group)
+        super().learn(margin, may_shrink=may_shrink, keeps=keeps)
+
+    def _make_slots(self, budget: RowBudget, device: torch.device) -> None:
+        """None: the transport sorts the rows."""
 
 
 class FixedRows:
@@ -158,8 +199,12 @@ class FixedRows:
         ``rank`` is this rank's in its expert-parallel group; ``num_shares`` ranks share an expert.
         """
         chunk = ChunkRows(rank, num_shares=num_shares)
-        self._chunks.append(chunk)
+        self.add(chunk)
         return chunk
+
+    def add(self, chunk: ChunkRows) -> None:
+        """Add a chunk of a layer; in one order on all ranks of its group."""
+        self._chunks.append(chunk)
 
     @property
     def budgets(self) -> list[RowBudget]:
@@ -242,8 +287,8 @@ class _Arrival(NamedTuple):
     is_received: Tensor
 
 
-class FixedRowsChunk(AllToAllChunk):
-    """The all-to-all dispatcher of one chunk, with fixed rows where the chunk has a budget.
+class BudgetedChunk:
+    """A dispatcher whose chunks can have a budget; a base class that stands before the dispatcher's.
 
     :meth:`of_chunk` makes the dispatcher of a chunk, in place of a copy.
     """
@@ -252,14 +297,12 @@ class FixedRowsChunk(AllToAllChunk):
     _known: dict[tuple[int, int], ChunkRows]
     _rows: ChunkRows
     _budget: RowBudget | None = None
-    _fixed_splits: FixedSplits | None = None
-    _counts: Tensor
 
     def share(self, fixed_rows: FixedRows) -> None:
         """Use the state of the process; called once."""
         self._fixed_rows, self._known = fixed_rows, {}
 
-    def of_chunk(self, chunk: int, num_chunks: int) -> FixedRowsChunk:
+    def of_chunk(self, chunk: int, num_chunks: int) -> Self:
         """The dispatcher of a chunk in one pass."""
         state = self._fixed_rows
         if not state.is_watched and torch.is_grad_enabled():
@@ -271,10 +314,14 @@ class FixedRowsChunk(AllToAllChunk):
         copied = copy.copy(self)
         key = num_chunks, chunk
         if key not in self._known:
-            self._known[key] = state.new_chunk(self._rank, num_shares=self._num_shares)
+            self._known[key] = self._new_rows()
         copied._rows = self._known[key]
         copied._budget = copied._rows.budget if state.is_active else None
         return copied
+
+    def _new_rows(self) -> ChunkRows:
+        """Add a chunk of this layer to the state of the process."""
+        raise NotImplementedError
 
     def budget_version(self, num_chunks: int) -> int | None:
         """A number that grows when a budget of the chunks changes; None if a pass now has exact rows."""
@@ -284,8 +331,22 @@ class FixedRowsChunk(AllToAllChunk):
             return None
         return sum(chunk.version for chunk in known)
 
-    def take_splits(self, first: FixedRowsChunk) -> None:
-        """Use the counts of the first run of the chunk, in its recompute."""
+    def take_splits(self, first: Self) -> None:
+        """Use the budget and the counts of the first run of the chunk, in its recompute."""
+        raise NotImplementedError
+
+
+class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
+    """The all-to-all dispatcher of one chunk, with fixed rows where the chunk has a budget."""
+
+    _fixed_splits: FixedSplits | None = None
+    _counts: Tensor
+
+    def _new_rows(self) -> ChunkRows:
+        return self._fixed_rows.new_chunk(self._rank, num_shares=self._num_shares)
+
+    def take_splits(self, first: Self) -> None:
+        """See ``BudgetedChunk``."""
         self.splits, self._fixed_splits, self._budget = first.splits, first._fixed_splits, first._budget
         self._counts = first._counts
 

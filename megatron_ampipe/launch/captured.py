@@ -252,7 +252,7 @@ def no_partner(args: Parsed) -> str | None:
         return "a pipeline stage without virtual stages waits for the next stage before every backward pass"
     if getattr(args, "use_megatron_fsdp", None):
         return "Megatron-FSDP gathers parameters for one pass at a time"
-    if not captured_stages(args).is_empty:
+    if not captures_passes(args) and not captured_stages(args).is_empty:
         return "a CUDA graph is a part of one pass"
     return None
 

@@ -30,6 +30,8 @@ LINES = {
     "small": f"{FIXED} {SMALL_BUDGETS}",
 }
 PLACED = "--ampipe-grad-reduce placed --ddp-bucket-size 1000 "
+WITHOUT_DRAWS = STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 ", "")
+CAPTURED = EP + LLAMA + SHARED + FOUR_LAYERS + OVERLAPS + WITHOUT_DRAWS
 KINDS = {
     # Two groups of expert-parallel ranks, of which one exceeds budgets. Parameters are gathered and gradients
     # reduced during the passes, of the repeat too.
@@ -43,14 +45,20 @@ KINDS = {
     "interleaved": PP + STATE + OVERLAPS + PLACED + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
     "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
     # Whole passes as CUDA graphs, which draw no random numbers. Hooks run around their launches.
-    "graphs": EP
-    + LLAMA
-    + SHARED
-    + FOUR_LAYERS
-    + OVERLAPS
-    + STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 ", "")
-    + "--ampipe-degree 2 --ampipe-stack 2 ",
+    "graphs": CAPTURED + "--ampipe-degree 2 --ampipe-stack 2 ",
+    # Two micro-batches in one graph. A step of four is two chains: no digit may depend on who has a partner.
+    "partners": CAPTURED + "--ampipe-degree 2 --ampipe-stack 2 --ampipe-schedule lancet --ampipe-partner "
+    "--ampipe-partner-degree 2 ",
+    "virtual": PP + WITHOUT_DRAWS + OVERLAPS + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
+    "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
 }
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+KINDS |= {
+    # A rank that drops rows tells the others.
+    "hybridep": KINDS["pipeline"].replace("redispatch/S3", "offload/S3") + FLEX,
+    "hybridep-graphs": KINDS["graphs"] + FLEX,
+}
+WITH_GRAPHS = ("graphs", "hybridep-graphs", "partners", "virtual")
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 TRIED = 45
 """Iterations that are enough to choose a degree: each is tried three times before it is timed three times."""
@@ -69,9 +77,13 @@ LAUNCHES = {
     "pipeline": (4, "overflows"),
     "interleaved": (2, "overflows"),
     "graphs": (2, "whole_graphs"),
+    "hybridep": (4, "overflows"),
+    "hybridep-graphs": (2, "whole_graphs"),
+    "partners": (2, "whole_graphs"),
+    "virtual": (2, "whole_graphs"),
 }
 """Ranks and stand-ins of each kind."""
-WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs")
+WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs", "hybridep-graphs", "partners")
 """Of these, a run that never exceeds a budget is compared, too."""
 
 
@@ -94,7 +106,7 @@ def runs(folder: Path) -> dict[str, Run]:
                 *MOCK_DATA,
                 *shlex.split(flags.format(folder=folder / line) + LINES[line]),
                 *("--train-iters", str(NUM_ITERATIONS)),
-                *(shlex.split(GRAPHS) if kind == "graphs" and line != "exact" else []),
+                *(shlex.split(GRAPHS) if kind in WITH_GRAPHS and line != "exact" else []),
             ]
             for kind, flags in KINDS.items()
             for line in lines_of(kind)
@@ -184,15 +196,30 @@ def test_a_plan_is_run_with_whole_passes(runs: dict[str, Run]) -> None:
     assert re.findall(r"replays: (\d+)", planned.output) == re.findall(r"replays: (\d+)", fixed.output)
 
 
-def test_whole_passes_are_replayed_on_every_rank(runs: dict[str, Run]) -> None:
+@pytest.mark.parametrize("kind", ["graphs", "hybridep-graphs"])
+def test_whole_passes_are_replayed_on_every_rank(kind: str, runs: dict[str, Run]) -> None:
     """Two stacks, both directions, four micro-batches of a rank in each step with budgets."""
-    exact, fixed, small = (
-        [int(count) for count in re.findall(r"replays: (\d+)", runs[f"graphs {line}"].output)]
-        for line in LINES
-    )
-    assert exact == [0, 0] and runs["graphs fixed"].says("CUDA graphs whole passes")
+    exact, fixed, small = (replays_of(runs[f"{kind} {line}"]) for line in LINES)
+    assert exact == [0, 0] and runs[f"{kind} fixed"].says("CUDA graphs whole passes")
     per_step = 2 * 2 * 4
     # The first pass of each stack warms up.
     assert fixed == [(NUM_ITERATIONS - 2) * per_step - 4] * 2
     # Budgets that a repeat has changed are captured again; a repeat itself runs without graphs.
     assert small[0] == small[1] and 0 < small[0] <= fixed[0]
+
+
+def replays_of(run: Run) -> list[int]:
+    """The graphs that each rank has replayed."""
+    return sorted(int(count) for count in re.findall(r"replays: (\d+)", run.output))
+
+
+def test_passes_with_partners_are_replayed_in_every_step(runs: dict[str, Run]) -> None:
+    # Two chains of two micro-batches and two stacks; the first chain is recorded.
+    per_chain = 2 * 3
+    expected = (NUM_ITERATIONS - 2) * 2 * per_chain - per_chain
+    for line in ("fixed", "small"):
+        assert replays_of(runs[f"partners {line}"]) == [expected] * 2, line
+    # Of 16 forward passes of a pipeline rank, three or five have no partner. One step is recorded.
+    per_step = [32 - (16 - 5), 32 - (16 - 3)]
+    expected_of_ranks = sorted((NUM_ITERATIONS - 3) * count for count in per_step)
+    assert replays_of(runs["virtual small"]) == expected_of_ranks
