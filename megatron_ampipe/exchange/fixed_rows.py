@@ -96,6 +96,10 @@ class ChunkRows:
         """``[P, P]`` int64, on the device: the largest counts of the current step."""
         self.window: Tensor | None = None
         """The same of the last steps, from which the budget is learned."""
+        self.num_steps = 0
+        """Steps that ran the chunk, until it has a budget."""
+        self.runs_now = False
+        """Whether the current step runs it; with a budget, a CUDA graph may do so without saying it."""
         self.sent: Slots | None = None
         """Of the rows that this rank sends. Made with the budget: a pass copies nothing to the device."""
         self.received: Slots | None = None
@@ -103,6 +107,7 @@ class ChunkRows:
 
     def record(self, counts: Tensor) -> None:
         """Take over counts ``[P, P]`` of a micro-batch: rows of each rank for each rank."""
+        self.runs_now = True
         if self.peak is None:
             self.peak = counts.clone()
         else:
@@ -112,11 +117,13 @@ class ChunkRows:
         """Set the budget from the largest counts of the window. The host waits for them.
 
         If it ``may_shrink``, a new window begins; else no number of rows becomes smaller. ``keeps`` says
-        whether the present budget stays.
+        whether the present budget stays, which it also does if no step of the window ran the chunk.
         """
         if self.window is None:
             return
         counts: Counts = self.window.tolist()
+        if not any(map(any, counts)):
+            return
         learned = budget_of(counts, margin=margin)
         if may_shrink:
             self.window.zero_()
@@ -155,6 +162,7 @@ class ReceivedRows(ChunkRows):
 
     def record_own(self, count: int | Tensor, device: torch.device) -> None:
         """Take over how many rows this rank has received of a micro-batch, a number or ``[1]`` int64."""
+        self.runs_now = True
         if self.peak is None:
             self.peak = torch.zeros((1, self._group.size()), dtype=torch.int64, device=device)
         own = self.peak[0, self._rank : self._rank + 1]
@@ -206,6 +214,7 @@ class FixedRows:
     def begin_step(self) -> None:
         """Forget the counts of the current step."""
         for chunk in self._chunks:
+            chunk.runs_now = False
             if chunk.peak is not None:
                 chunk.peak.zero_()
 
@@ -225,6 +234,7 @@ class FixedRows:
         for chunk in self._chunks:
             if chunk.peak is None:
                 continue
+            chunk.num_steps += chunk.runs_now
             if chunk.window is None:
                 chunk.window = chunk.peak.clone()
             else:
@@ -234,6 +244,21 @@ class FixedRows:
         """Set the budget of every chunk, see :meth:`ChunkRows.learn`; only between two steps."""
         for chunk in self._chunks:
             chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
+
+    def learn_first(self, margin: float, *, warm_up: int) -> None:
+        """Set the first budget of the chunks that have run in so many steps with exact rows.
+
+        Each number of chunks that is tried has other chunks.
+        """
+        for chunk in self._chunks:
+            if chunk.budget is None and chunk.num_steps >= warm_up:
+                chunk.learn(margin, may_shrink=False)
+
+    def learn_again(self, margin: float, *, may_shrink: bool, keeps: Keeps) -> None:
+        """Set the budget of every chunk that has one."""
+        for chunk in self._chunks:
+            if chunk.budget is not None:
+                chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
 
 
 class ExpertOffsets(NamedTuple):

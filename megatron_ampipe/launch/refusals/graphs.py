@@ -13,7 +13,7 @@ from megatron_ampipe.schedule.features import balances, has_capacity
 _GRAPHS = "--cuda-graph-impl"
 _CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
 _NOT_WITH_WHOLE_PASSES = (
-    *_CHOOSING, "--ampipe-memory", "--fine-grained-activation-offloading",
+    "--ampipe-memory-budget", "--ampipe-memory", "--fine-grained-activation-offloading",
     "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--fp8-format", "--use-megatron-fsdp",
     "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
     "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
@@ -42,7 +42,8 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
         return None
     forbidden = {
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
-        "--ampipe-degree auto": args.ampipe_degree == AUTO,
+        # Trials would have to capture the passes of every degree before they time them.
+        "--ampipe-degree auto": args.ampipe_degree == AUTO and args.ampipe_cluster is None,
         "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
         # A replay runs no hook, with which the routing is recorded.
         "--ampipe-routing-dir": first_set(args, "--ampipe-routing-dir") is not None,
