@@ -511,12 +511,10 @@ class _Reorder(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Adds the rows of each token but for padding. Unlike torch's ``index_add``, it does not save the rows."""
+    """Adds the rows of each token, without padding. Unlike in ``index_add`` of torch, no rows are saved."""
 
     @staticmethod
-    def forward(
-        ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int
-    ) -> Tensor:
+    def forward(ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int) -> Tensor:
         """``[M, D]`` to ``[T, D]``."""
         ctx.save_for_backward(token, is_padding)
         kept = torch.where(is_padding.unsqueeze(1), 0, rows)
