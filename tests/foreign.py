@@ -108,7 +108,7 @@ OTHER_ATTRIBUTES = {
     ("launch/fixed_rows.py", "is_active"),
     # Of Megatron's linear layers, whose forward is in MIRRORED of tests/internals.py.
     ("layers/fixed_experts.py", "forward"),
-    ("runtime/graph_set.py", "parameters"),
+    ("runtime/capturing.py", "parameters"),
     ("runtime/steps.py", "values"),
     # Of argparse, and a field of a layer specification.
     ("launch/ending.py", "error"),

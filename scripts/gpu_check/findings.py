@@ -28,6 +28,7 @@ _TESTS = {
     "test_partners_equal_stock_in_fp32": "partners, parity fp32",
     "test_partners_equal_the_sequence_of_stages": "partners under stress",
     "test_replays_equal_stock": "CUDA graphs, parity",
+    "test_steps_with_partners_equal_stock": "CUDA graphs, whole passes with partners",
     "test_under_data_parallelism": "CUDA graphs, gradients under --overlap-grad-reduce",
     "test_transformer_engine_under_graphs": "CUDA graphs, layers of Transformer Engine",
     "test_replays_do_not_make_the_host_wait": "CUDA graphs, host waits",
