@@ -44,6 +44,7 @@ _TESTS = {
     "test_transformer_engine_under_overlapped_reduction": "the same, layers of Transformer Engine",
     "test_transformer_engine_delays_weight_gradients": "the same, weight gradients apart",
     "test_transformer_engine_in_fp8": "the same, in FP8",
+    "test_transformer_engine_over_fixed_rows": "the same, over fixed rows, host waits",
     "test_compiled_by_megatron_in_fp32": "parity fp32, functions that Megatron compiles",
     "test_attention_kernel_in_bf16": "attention kernels",
     "test_log_sum_exp_of_pieces": "attention kernels, log-sum-exp",
