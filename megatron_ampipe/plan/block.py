@@ -147,7 +147,7 @@ class Block:
         """Rows of the busiest rank, divided by the mean."""
         return self.imbalance if self.capacity is None else min(self.capacity, self.imbalance)
 
-    def received(self, rows: int) -> float:
+    def received(self, rows: float) -> float:
         """Rows that the local experts compute for ``rows`` rows of the residual stream.
 
         With fixed rows too: products have offsets on the device and skip padding. What else there is of these
@@ -155,7 +155,7 @@ class Block:
         """
         return rows * self.batch * self.topk * self.load * self.expert_tensor
 
-    def arriving(self, rows: int) -> float:
+    def arriving(self, rows: float) -> float:
         """Rows that the local experts get of a chunk with ``rows`` rows of the residual stream.
 
         With fixed rows these are budgets, padding included, which grow slower than the chunk.
@@ -169,13 +169,13 @@ class Block:
             return rows_of_budget(largest, margin=self.rows_margin) * self.expert_tensor
         return self.expert * self._budget(rows, load=self.load) * self.expert_tensor
 
-    def sent(self, rows: int) -> float:
+    def sent(self, rows: float) -> float:
         """Rows that a rank sends of such a chunk to all ranks, itself included; with padding."""
         if self.rows_margin is None:
             return rows * self.batch * self.rows_per_token
         return self.expert * self._budget(rows, load=1.0)
 
-    def _budget(self, rows: int, *, load: float) -> int:
+    def _budget(self, rows: float, *, load: float) -> int:
         """What a training learns as the budget of a chunk for one rank."""
         assert self.rows_margin is not None
         even = rows * self.batch * self.topk / self.expert

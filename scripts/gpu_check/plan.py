@@ -125,7 +125,9 @@ TESTS = {
         limit_s=110,
         needs=(_ENGINE,),
         shows="gradients of its layers under `--overlap-grad-reduce`, also as [separate stages](weights.md), "
-        "in bf16 and [FP8](#fp8), and in graphs",
+        "in bf16 and [FP8](#fp8), and in graphs; over "
+        "[fixed rows](exchange.md#experts-of-transformer-engine), where it takes their numbers from the "
+        "device",
     ),
     "compiled": TestStep(
         modules=("test_cuda.py",),
