@@ -25,6 +25,8 @@ from tests.plan_cases import grid_case, python_calls
 
 RANKS, LAYERS = 8, 2
 STOCK = "Megatron"
+PARTIAL = "Megatron, graphs"
+"""Megatron's layers with its own graphs of attention, router and what follows the experts."""
 GRAPHS = "graphs"
 """In the name of a variant that has CUDA graphs."""
 WHOLE = "whole graphs"
@@ -126,8 +128,19 @@ def layers() -> dict[str, Callable[[], None]]:
         output, _ = layer(hidden_states=hidden, attention_mask=None)
         output.sum().backward()
 
+    def with_megatrons_graphs() -> Any:
+        from megatron.core.transformer import cuda_graphs
+
+        fields: dict[str, Any] = {"cuda_graph_impl": "local", "inference_cuda_graph_scope": None}
+        divided = factory.build_divided(cuda_graph_modules=sorted(MODULES), **fields)
+        cuda_graphs.annotate_first_last_layer(divided.layers)
+        run(divided)
+        cuda_graphs.create_cudagraphs()
+        return divided
+
     def bound(layer: Any) -> Callable[[], None]:
-        rows = None if layer is factory.stock else context_of(layer).fixed_rows
+        is_megatrons = layer in (built[STOCK], built[PARTIAL])
+        rows = None if is_megatrons else context_of(layer).fixed_rows
         if rows is not None:
             # The budgets of exact rows, and passes that use them.
             rows.is_watched = True
@@ -139,7 +152,8 @@ def layers() -> dict[str, Callable[[], None]]:
             run(layer)
         return lambda: run(layer)
 
-    with cuda_graph_standin.stand_ins():
+    with cuda_graph_standin.stand_ins(), cuda_graph_standin.of_megatron():
+        built[PARTIAL] = with_megatrons_graphs()
         made = {name: bound(layer) for name, layer in built.items()}
     # The stand-in would run what the graph holds.
     cuda_graph_standin.RecordedGraph.replay = _launch  # type: ignore[method-assign]

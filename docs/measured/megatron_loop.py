@@ -7,11 +7,13 @@ its layers, and what comes before and after them: here nothing, so that gradient
 alone, as in all other rows of :mod:`partners`. Weight gradients are computed with the other gradients:
 ``--delay-wgrad-compute`` needs linear layers of Transformer Engine.
 
-Megatron has the overlap in 16 bit only, and its graphs on a GPU only.
+Megatron has the overlap in 16 bit only. With ``--cuda-graph-impl local`` it captures attention and router of
+layers that have attention or experts alone, as those of its hybrid models (``BlockFactory.build_divided``).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +32,15 @@ Graphs = dict[str, Any]
 
 
 def graphs(modules: Sequence[str], *, implementation: str) -> Graphs:
-    """Fields of Megatron's configuration: ``--cuda-graph-impl`` with ``--cuda-graph-modules``."""
-    return {"cuda_graph_impl": implementation, "cuda_graph_modules": sorted(modules)}
+    """Fields of Megatron's configuration: ``--cuda-graph-impl`` with ``--cuda-graph-modules``.
+
+    The scope follows from the others; a configuration that is copied would keep that of its original.
+    """
+    return {
+        "cuda_graph_impl": implementation,
+        "cuda_graph_modules": sorted(modules),
+        "inference_cuda_graph_scope": None,
+    }
 
 
 class Model(torch.nn.Module):
@@ -82,23 +91,36 @@ class Loop:
         self._captured = not self._of_engine
         # Megatron's local graphs are made at the end of the first step.
         self.first_steps = 0 if config.cuda_graph_impl == "none" else 1
+        self._is_first = config.cuda_graph_impl == "local"
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """What local graphs add gradients of weights to, where linear layers do not."""
         if config.cuda_graph_impl == "local":
             from megatron.core.transformer.cuda_graphs import annotate_first_last_layer
 
             # As Megatron's block of layers does.
             annotate_first_last_layer(layers.layers)
+            if not config.gradient_accumulation_fusion:
+                self._sums = {parameter: torch.zeros_like(parameter) for parameter in layers.parameters()}
 
     def step(self, given: Sequence[torch.Tensor], above: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients of all micro-batches ``given``, ``[S, B, D]``; ``above`` are those of their outputs."""
         inputs = [hidden.clone().requires_grad_() for hidden in given]
-        forward_backward_no_pipelining(
-            forward_step_func=_forward_step,
-            data_iterator=iter(zip(inputs, above, strict=True)),
-            model=self._model,
-            num_microbatches=len(inputs),
-            seq_length=inputs[0].shape[0],
-            micro_batch_size=inputs[0].shape[1],
-        )
+        for parameter, total in self._sums.items():
+            parameter.main_grad = total.zero_()
+        with _apart() if self._is_first else contextlib.nullcontext():
+            forward_backward_no_pipelining(
+                forward_step_func=_forward_step,
+                data_iterator=iter(zip(inputs, above, strict=True)),
+                model=self._model,
+                num_microbatches=len(inputs),
+                seq_length=inputs[0].shape[0],
+                micro_batch_size=inputs[0].shape[1],
+            )
+        self._is_first = False
+        for parameter, total in self._sums.items():
+            del parameter.main_grad
+            if parameter.grad is None:
+                parameter.grad = total
         if not self._captured:
             self._capture(inputs)
         return [hidden.grad for hidden in inputs]
@@ -116,6 +138,19 @@ class Loop:
         helper.create_cudagraphs()
         assert helper.graphs_created(), "Megatron found no layer to capture"
         self._captured = True
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """On a stream that is not the default one, which no capture may depend on; afterwards on the present one.
+
+    Megatron changes to such a stream for good when it builds the first layer with local graphs, and back when
+    it has captured them.
+    """
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+        torch.cuda.synchronize()
 
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -22,11 +22,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import Tensor
 
 from megatron_ampipe import compat
@@ -81,10 +83,9 @@ class Layers(torch.nn.Module):
 
     @property
     def moe_layers(self) -> list[MoELayer]:
-        """The MoE layer of each layer."""
+        """The MoE layer of each layer that has one."""
         found = [layer.get_submodule("mlp") for layer in self.layers]
-        assert all(isinstance(layer, MoELayer) for layer in found)
-        return found
+        return [layer for layer in found if isinstance(layer, MoELayer)]
 
     def forward(self, hidden_states: Tensor, **kwargs: object) -> tuple[Tensor, None]:
         """``[S, B, D]`` through all layers to the same shape; arguments as of a layer."""
@@ -168,6 +169,18 @@ class BlockFactory:
         """Megatron's own layers with other fields of its configuration, and the stock layers' parameters."""
         return self._with_stock_parameters(self._build(self._spec, **fields))
 
+    def build_divided(self, **fields: object) -> Layers:
+        """Likewise, attention and experts as separate layers, as Megatron's hybrid models have them.
+
+        Only of such layers does ``--cuda-graph-impl local`` capture attention and router: of a layer with
+        both it captures all or nothing.
+        """
+        specs = [part for layer in self._spec.layer_specs for part in _divided(layer)]
+        # With local graphs, Megatron changes the current stream for good.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            layers = self._build(TransformerBlockSubmodules(layer_specs=specs), **fields)
+        return self._with_stock_parameters(layers, name_of=_divided_name)
+
     def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
         has_two_classes = self._link.within_node_bit_per_s is not None
@@ -180,9 +193,11 @@ class BlockFactory:
         layers.timer = timer
         return layers
 
-    def _with_stock_parameters(self, layers: Layers) -> Layers:
-        layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
-        shared = dict(self.stock.named_parameters())
+    def _with_stock_parameters(self, layers: Layers, *, name_of: Callable[[str], str] = str) -> Layers:
+        """``name_of`` gives the name of one of the stock layers' tensors in these layers."""
+        state = self.stock.state_dict(keep_vars=True)
+        layers.load_state_dict({name_of(name): value for name, value in state.items()}, assign=True)
+        shared = {name_of(name): parameter for name, parameter in self.stock.named_parameters()}
         assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
         return layers
 
@@ -190,6 +205,29 @@ class BlockFactory:
         layers = Layers(spec, dataclasses.replace(self._config, **fields))
         layers.train()
         return layers.cuda() if self._on_cuda else layers
+
+
+def _divided(layer: ModuleSpec) -> list[ModuleSpec]:
+    """The specifications of a layer's attention, and of its experts."""
+    without_experts = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    without_attention = {
+        "input_layernorm": IdentityOp,
+        "self_attention": IdentityOp,
+        "self_attn_bda": IdentityFuncOp,
+    }
+    attention = dataclasses.replace(layer.submodules, **without_experts)
+    experts = dataclasses.replace(layer.submodules, **without_attention)
+    return [
+        dataclasses.replace(layer, submodules=attention),
+        dataclasses.replace(layer, module=MoETransformerLayer, submodules=experts),
+    ]
+
+
+def _divided_name(name: str) -> str:
+    """The name of a tensor of a layer in the layers of :func:`_divided`."""
+    layers, number, module, rest = name.split(".", 3)
+    is_of_experts = module in ("pre_mlp_layernorm", "mlp")
+    return f"{layers}.{2 * int(number) + is_of_experts}.{module}.{rest}"
 
 
 @torch.no_grad()
