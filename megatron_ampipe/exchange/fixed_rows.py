@@ -13,7 +13,6 @@ rows.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -25,6 +24,7 @@ from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.exchange.packing import AllToAllChunk
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import copy_to_device
+from megatron_ampipe.schedule.row_budget import rows_of_budget
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, M rows that are
 # sent with padding, R rows that arrive with padding, S ranks that share an expert.
@@ -431,19 +431,6 @@ def _selected(rows: Tensor, index: Tensor, is_kept: Tensor) -> Tensor:
     return torch.where(mask, rows.index_select(0, index), PADDING)
 
 
-VARIATION = 4.0
-"""How many times the square root of a count is added to its budget, see :func:`budget_of`."""
-
-
 def budget_of(counts: Counts, *, margin: float) -> RowBudget:
-    """The budget of the largest counts ``[P][P]``.
-
-    The count of independent tokens varies by its square root, which matters for small counts: four times that
-    is added. ``margin`` is a factor for what does not shrink with their number: a routing that changes, and
-    similar tokens of a sequence.
-    """
-    return RowBudget(
-        tuple(
-            tuple(math.ceil(count * margin + VARIATION * math.sqrt(count)) for count in row) for row in counts
-        )
-    )
+    """The budget of the largest counts ``[P][P]``."""
+    return RowBudget(tuple(tuple(rows_of_budget(count, margin=margin) for count in row) for row in counts))

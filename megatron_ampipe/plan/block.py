@@ -68,6 +68,8 @@ class Block:
         replicas: Number of ranks over which gradients are reduced; ``expert_replicas`` for experts.
         shards_optimizer: A rank gets only a part of the reduced gradients.
         places_reductions: Gradient reductions are stages (``--ampipe-grad-reduce placed``).
+        rows_margin: ``--ampipe-rows-margin`` with ``--ampipe-rows fixed``; None for exact rows, as in
+            Megatron's layer.
     """
 
     sequence_length: int = _recorded("--seq-length")
@@ -118,6 +120,7 @@ class Block:
     expert_replicas: int = 1
     shards_optimizer: bool = False
     places_reductions: bool = False
+    rows_margin: float | None = _recorded("--ampipe-rows-margin", essential=False, default=None)
 
     @property
     def rows(self) -> int:
@@ -237,7 +240,7 @@ class Block:
     @property
     def stock(self) -> Block:
         """The same block in Megatron's own layer, where padding fills every expert's capacity."""
-        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None)
+        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None, rows_margin=None)
         if self.capacity is None or not self.padded:
             return plain
         return replace(plain, capacity=None, imbalance=self.capacity)

@@ -86,6 +86,7 @@ def block_of(
         local=is_local,
         splits_weights=splits_weights(flags) and not (is_local and flags.moe_grouped_gemm),
         shards_optimizer=flags.use_distributed_optimizer,
+        rows_margin=own.rows_margin if own.rows == "fixed" else None,
     )
     # A run's own arguments are checked when they are parsed.
     _check(model, block, ranks if cluster is not None else None)

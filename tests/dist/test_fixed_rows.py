@@ -153,6 +153,7 @@ def test_weights_are_stacked_once_per_pass(name: str) -> None:
 def test_every_rank_sees_a_count_above_its_budget() -> None:
     """Rows that do not fit are left out: the result is wrong, and finite, until somebody asks."""
     from megatron_ampipe.exchange import fixed_rows
+    from megatron_ampipe.schedule import row_budget
     from tests.dist.blocks import build_layers, run, wrong
 
     (case,) = (one for one in FIXED_ROWS if one.name == "fixed-ep4-degree2")
@@ -165,7 +166,7 @@ def test_every_rank_sees_a_count_above_its_budget() -> None:
     # The largest number of rows of one pair, in the last chunk alone.
     counts = state._chunks[-1].window
     counts.view(-1)[counts.argmax()] -= 2
-    with mock.patch.object(fixed_rows, "VARIATION", 0.0):
+    with mock.patch.object(row_budget, "VARIATION", 0.0):
         state.learn(1.0)
     state.begin_step()
     state.is_active = True

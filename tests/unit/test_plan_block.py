@@ -36,6 +36,7 @@ FIELD_SOURCES = {
     "dense_ffn": "moe-layer-freq: 2",
     "capacity": "moe-expert-capacity-factor: 1.5",
     "capacity_per_chunk": "ampipe:\n  capacity-scope: chunk",
+    "rows_margin": "ampipe:\n  rows: fixed",
     "chooses": "moe-router-load-balancing-type: sinkhorn",
     "padded": "moe-pad-expert-input-to-capacity: true",
     "grouped": "moe-grouped-gemm: true",
