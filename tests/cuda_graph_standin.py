@@ -333,10 +333,11 @@ def of_megatron() -> Iterator[None]:
     tracker = random.CudaRNGStatesTracker()
     # Its states would be those of a device.
     tracker.use_cudagraphable_rng = True
+    generators = tuple(torch.Generator() for _ in range(torch.cuda.device_count()))
     begin, end = "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool"
     with (
         mock.patch.object(torch.cuda, "graph", _Captured),
-        mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
+        mock.patch.object(torch.cuda, "default_generators", generators),
         # Inputs of graphs are memory outside of the pool.
         mock.patch.object(torch._C, begin, lambda *_: None),
         mock.patch.object(torch._C, end, lambda *_: None),

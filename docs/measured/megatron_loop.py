@@ -7,8 +7,8 @@ its layers, and what comes before and after them: here nothing, so that gradient
 alone, as in all other rows of :mod:`partners`. Weight gradients are computed with the other gradients:
 ``--delay-wgrad-compute`` needs linear layers of Transformer Engine.
 
-Megatron has the overlap in 16 bit only. With ``--cuda-graph-impl local`` it captures attention and router of
-layers that have attention or experts alone, as those of its hybrid models (``BlockFactory.build_divided``).
+Megatron has the overlap in 16 bit only. Layers with graphs of ``--cuda-graph-impl local`` have attention or
+experts alone (``BlockFactory.build_with_graphs``).
 """
 
 from __future__ import annotations
@@ -24,23 +24,16 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerMod
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
+from megatron_ampipe.tools.measuring.blocks import Layers
 from megatron_ampipe.tools.measuring.given_gradient import GivenGradient
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 """Of Megatron's configuration, which checks what the overlap needs."""
-Graphs = dict[str, Any]
 
 
-def graphs(modules: Sequence[str], *, implementation: str) -> Graphs:
-    """Fields of Megatron's configuration: ``--cuda-graph-impl`` with ``--cuda-graph-modules``.
-
-    The scope follows from the others; a configuration that is copied would keep that of its original.
-    """
-    return {
-        "cuda_graph_impl": implementation,
-        "cuda_graph_modules": sorted(modules),
-        "inference_cuda_graph_scope": None,
-    }
+def graphs(modules: Sequence[str]) -> dict[str, Any]:
+    """Fields of Megatron's configuration: ``--cuda-graph-impl transformer_engine --cuda-graph-modules``."""
+    return {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": sorted(modules)}
 
 
 class Model(torch.nn.Module):
@@ -84,30 +77,19 @@ class Loop:
         first_steps: How many steps run before the graphs are replayed, if there are any.
     """
 
-    def __init__(self, layers: torch.nn.Module) -> None:
+    def __init__(self, layers: Layers) -> None:
         config = layers.layers[0].config
         self._model = Model(layers)
         self._of_engine = config.cuda_graph_impl == "transformer_engine"
         self._captured = not self._of_engine
         # Megatron's local graphs are made at the end of the first step.
         self.first_steps = 0 if config.cuda_graph_impl == "none" else 1
-        self._is_first = config.cuda_graph_impl == "local"
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """What local graphs add gradients of weights to, where linear layers do not."""
-        if config.cuda_graph_impl == "local":
-            from megatron.core.transformer.cuda_graphs import annotate_first_last_layer
-
-            # As Megatron's block of layers does.
-            annotate_first_last_layer(layers.layers)
-            if not config.gradient_accumulation_fusion:
-                self._sums = {parameter: torch.zeros_like(parameter) for parameter in layers.parameters()}
+        self._local = layers.local_graphs
 
     def step(self, given: Sequence[torch.Tensor], above: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients of all micro-batches ``given``, ``[S, B, D]``; ``above`` are those of their outputs."""
         inputs = [hidden.clone().requires_grad_() for hidden in given]
-        for parameter, total in self._sums.items():
-            parameter.main_grad = total.zero_()
-        with _apart() if self._is_first else contextlib.nullcontext():
+        with contextlib.nullcontext() if self._local is None else self._local.step():
             forward_backward_no_pipelining(
                 forward_step_func=_forward_step,
                 data_iterator=iter(zip(inputs, above, strict=True)),
@@ -116,11 +98,6 @@ class Loop:
                 seq_length=inputs[0].shape[0],
                 micro_batch_size=inputs[0].shape[1],
             )
-        self._is_first = False
-        for parameter, total in self._sums.items():
-            del parameter.main_grad
-            if parameter.grad is None:
-                parameter.grad = total
         if not self._captured:
             self._capture(inputs)
         return [hidden.grad for hidden in inputs]
@@ -138,19 +115,6 @@ class Loop:
         helper.create_cudagraphs()
         assert helper.graphs_created(), "Megatron found no layer to capture"
         self._captured = True
-
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """On a stream that is not the default one, which no capture may depend on; afterwards on the present one.
-
-    Megatron changes to such a stream for good when it builds the first layer with local graphs, and back when
-    it has captured them.
-    """
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        yield
-        torch.cuda.synchronize()
 
 
 Batch = tuple[torch.Tensor, torch.Tensor]

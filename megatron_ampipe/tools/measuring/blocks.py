@@ -22,27 +22,28 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.exchange.fixed_rows import FixedRows
+from megatron_ampipe.layers.context import WHOLE_PASSES, AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
 from megatron_ampipe.layers.process_groups import make_groups_of_model
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.tools.measuring.bench_job import Variant
+from megatron_ampipe.tools.measuring import megatron_graphs
+from megatron_ampipe.tools.measuring.bench_job import FIXED, GRAPH_MODULES, Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
+from megatron_ampipe.tools.measuring.megatron_graphs import LocalGraphs
 from megatron_ampipe.tools.measuring.meters import StageTimer
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
@@ -70,9 +71,15 @@ class Layers(torch.nn.Module):
 
     Attributes:
         timer: Runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
+        context: What AMPipe's layers share; None in Megatron's.
+        local_graphs: Megatron's own graphs of these layers, if they have any.
+        graph_bytes: Memory that graphs of these layers hold, where it is known.
     """
 
     timer: StageTimer
+    context: AMPipeContext | None = None
+    local_graphs: LocalGraphs | None = None
+    graph_bytes: int = 0
 
     def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
         super().__init__()
@@ -161,25 +168,29 @@ class BlockFactory:
             executor=executor,
             kernel=self.kernel,
             wire=None if variant.wire is None else load_wire(variant.wire),
+            fixed_rows=FixedRows() if variant.rows == FIXED else None,
+            graph_modules=_graph_modules(variant),
+            graph_warm_up=1,
         )
         make_groups_of_model(self._config, context, None)
-        return self._with_stock_parameters(self._build(pipelined(self._spec, context)))
+        layers = self._with_stock_parameters(self._build(pipelined(self._spec, context)))
+        layers.context = context
+        return layers
 
     def build_megatron(self, **fields: object) -> Layers:
         """Megatron's own layers with other fields of its configuration, and the stock layers' parameters."""
         return self._with_stock_parameters(self._build(self._spec, **fields))
 
-    def build_divided(self, **fields: object) -> Layers:
-        """Likewise, attention and experts as separate layers, as Megatron's hybrid models have them.
-
-        Only of such layers does ``--cuda-graph-impl local`` capture attention and router: of a layer with
-        both it captures all or nothing.
-        """
-        specs = [part for layer in self._spec.layer_specs for part in _divided(layer)]
-        # With local graphs, Megatron changes the current stream for good.
+    def build_with_graphs(self) -> Layers:
+        """Likewise, attention and experts as separate layers, with Megatron's own graphs of parts of them."""
+        specs = [part for layer in self._spec.layer_specs for part in megatron_graphs.divided(layer)]
+        spec = TransformerBlockSubmodules(layer_specs=specs)
+        # Megatron changes the current stream for good.
         with torch.cuda.stream(torch.cuda.current_stream()):
-            layers = self._build(TransformerBlockSubmodules(layer_specs=specs), **fields)
-        return self._with_stock_parameters(layers, name_of=_divided_name)
+            built = self._build(spec, **megatron_graphs.fields(GRAPH_MODULES))
+        layers = self._with_stock_parameters(built, name_of=megatron_graphs.divided_name)
+        layers.local_graphs = LocalGraphs(layers)
+        return layers
 
     def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
@@ -207,27 +218,10 @@ class BlockFactory:
         return layers.cuda() if self._on_cuda else layers
 
 
-def _divided(layer: ModuleSpec) -> list[ModuleSpec]:
-    """The specifications of a layer's attention, and of its experts."""
-    without_experts = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-    without_attention = {
-        "input_layernorm": IdentityOp,
-        "self_attention": IdentityOp,
-        "self_attn_bda": IdentityFuncOp,
-    }
-    attention = dataclasses.replace(layer.submodules, **without_experts)
-    experts = dataclasses.replace(layer.submodules, **without_attention)
-    return [
-        dataclasses.replace(layer, submodules=attention),
-        dataclasses.replace(layer, module=MoETransformerLayer, submodules=experts),
-    ]
-
-
-def _divided_name(name: str) -> str:
-    """The name of a tensor of a layer in the layers of :func:`_divided`."""
-    layers, number, module, rest = name.split(".", 3)
-    is_of_experts = module in ("pre_mlp_layernorm", "mlp")
-    return f"{layers}.{2 * int(number) + is_of_experts}.{module}.{rest}"
+def _graph_modules(variant: Variant) -> frozenset[str]:
+    if not variant.graphs:
+        return frozenset()
+    return WHOLE_PASSES if variant.rows == FIXED else GRAPH_MODULES
 
 
 @torch.no_grad()
