@@ -1,7 +1,7 @@
 """Adds AMPipe's flags to Megatron's parser.
 
 The flags are the rows of :mod:`megatron_ampipe.block.settings`. What they ask for is in ``run.py``, conflicts
-with Megatron's flags in ``refusals.py``.
+with Megatron's flags in ``refusals``.
 """
 
 from __future__ import annotations

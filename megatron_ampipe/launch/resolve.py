@@ -5,7 +5,7 @@ are refused, a plan, a planner and a memory budget choose, and Megatron's argume
 pipelined blocks replace what they ask for. What is left to decide are the trials of ``--ampipe-degree auto``.
 
 Below the entries of a launch, only this module, and the functions of arguments in ``environment.py`` and
-``refusals.py`` that it calls, see Megatron's arguments.
+``refusals`` that it calls, see Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def take_over_graphs(args: argparse.Namespace) -> CapturedStages:
 def adjust_arguments(args: argparse.Namespace, run: Run, *, on_gpu: bool) -> dict[str, str]:
     """Change arguments as pipelined blocks need them. Returns the changed flags, each with the reason.
 
-    Arguments that cannot be changed without another result are refused instead (``refusals.py``).
+    Arguments that cannot be changed without another result are refused instead (``refusals``).
     """
     changes: dict[str, str] = {}
     if args.create_attention_mask_in_dataloader and not reads_masks(args):

@@ -20,6 +20,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.schedule.chunks import cut, have_whole_tiles
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
+from megatron_ampipe.schedule.row_budget import largest_count, rows_of_budget
 from megatron_ampipe.schedule.saved import RecomputeRequest, decide
 
 PROBABILITY_BYTES = 4
@@ -143,8 +144,35 @@ class Block:
         return self.imbalance if self.capacity is None else min(self.capacity, self.imbalance)
 
     def received(self, rows: int) -> float:
-        """Rows that the local experts compute for ``rows`` rows of the residual stream."""
+        """Rows that the local experts compute for ``rows`` rows of the residual stream.
+
+        With fixed rows too: products have offsets on the device and skip padding. What else there is of these
+        rows (transfers, copies, activations) has the size of :meth:`arriving`.
+        """
         return rows * self.batch * self.topk * self.load * self.expert_tensor
+
+    def arriving(self, rows: int) -> float:
+        """Rows that the local experts get of a chunk with ``rows`` rows of the residual stream.
+
+        With fixed rows these are budgets, padding included, which grow slower than the chunk.
+        """
+        if self.rows_margin is None:
+            return self.received(rows)
+        return self.expert * self._budget(rows, load=self.load) * self.expert_tensor
+
+    def sent(self, rows: int) -> float:
+        """Rows that a rank sends of such a chunk to all ranks, itself included; with padding."""
+        if self.rows_margin is None:
+            return rows * self.batch * self.rows_per_token
+        return self.expert * self._budget(rows, load=1.0)
+
+    def _budget(self, rows: int, *, load: float) -> int:
+        """What a training learns as the budget of a chunk for one rank."""
+        assert self.rows_margin is not None
+        even = rows * self.batch * self.topk / self.expert
+        limit = math.inf if self.capacity is None else even * self.capacity
+        largest = largest_count(even * load, share=1 / self.expert)
+        return rows_of_budget(min(largest, limit), margin=self.rows_margin)
 
     def row_bytes(self, probabilities: int) -> int:
         """Bytes of a row that is sent with so many probabilities."""

@@ -6,6 +6,8 @@ import math
 
 VARIATION = 4.0
 """How many times the square root of a count is added to its budget."""
+_LARGEST = 2.25
+"""Standard deviations between the mean of a count and its largest value in 16 steps, about."""
 
 
 def rows_of_budget(count: float, *, margin: float) -> int:
@@ -16,3 +18,11 @@ def rows_of_budget(count: float, *, margin: float) -> int:
     similar tokens of a sequence.
     """
     return math.ceil(count * margin + VARIATION * math.sqrt(count))
+
+
+def largest_count(mean: float, *, share: float) -> float:
+    """The largest value of a count in the steps from which a budget is learned, for independent tokens.
+
+    Each copy of a token goes to the rank with the probability ``share``.
+    """
+    return mean + _LARGEST * math.sqrt(mean * (1 - share))

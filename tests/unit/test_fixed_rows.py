@@ -1,5 +1,6 @@
 """Budgets of ``--ampipe-rows fixed``: how they are learned, and what a repeated step restores."""
 
+import dataclasses
 import types
 from typing import Any
 from unittest import mock
@@ -18,10 +19,56 @@ from megatron_ampipe.launch.fixed_rows import (
     StepState,
     is_near,
 )
+from tests.plan_cases import sized_block
 
 
 def test_a_budget_has_room_for_what_counts_vary_by() -> None:
     assert budget_of([[0, 100], [10000, 1]], margin=1.25).rows == ((0, 165), (12900, 6))
+
+
+@pytest.mark.parametrize("capacity", [None, 1.1], ids=["dropless", "capacity"])
+@pytest.mark.parametrize(("ranks", "topk", "tokens"), [(1, 2, 256), (2, 1, 1024), (4, 2, 512), (8, 6, 256)])
+def test_the_planner_expects_what_is_learned(
+    ranks: int, topk: int, tokens: int, capacity: float | None
+) -> None:
+    """From eight micro-batches of independent tokens in each step of a window."""
+    experts = 32
+    generator = torch.Generator().manual_seed(0)
+    rows = FixedRows()
+    chunk = rows.new_chunk(0)
+    for _ in range(WINDOW * 8):
+        scores = torch.rand(ranks, tokens, experts, generator=generator)
+        chosen = scores.topk(topk).indices // (experts // ranks)
+        counts = torch.nn.functional.one_hot(chosen, ranks).sum(dim=(1, 2))
+        if capacity is not None:
+            counts = counts.clamp(max=int(capacity * tokens * topk / ranks))
+        chunk.record(counts)
+    rows.end_step()
+    rows.learn(1.25)
+    assert chunk.budget is not None
+    learned = torch.tensor(chunk.budget.rows, dtype=torch.float64)
+    block = sized_block(
+        sequence_length=4 * tokens,
+        experts=experts,
+        expert=ranks,
+        topk=topk,
+        expert_tensor=2,
+        capacity=capacity,
+        rows_margin=1.25,
+    )
+    assert block.arriving(tokens) == pytest.approx(2 * learned.sum(dim=0).mean().item(), rel=0.03)
+    assert block.sent(tokens) == pytest.approx(learned.sum(dim=1).mean().item(), rel=0.03)
+    # What is computed is not padded.
+    exact = dataclasses.replace(block, rows_margin=None)
+    assert block.received(tokens) == exact.received(tokens) == exact.arriving(tokens)
+
+
+def test_a_smaller_chunk_has_more_padding() -> None:
+    block = sized_block(rows_margin=1.25)
+    assert 2 * block.arriving(512) > block.arriving(1024) > 1.25 * block.received(1024)
+    busiest = dataclasses.replace(block, imbalance=1.5)
+    assert busiest.arriving(1024) > 1.4 * block.arriving(1024)
+    assert busiest.sent(1024) == block.sent(1024)
 
 
 @pytest.mark.parametrize(

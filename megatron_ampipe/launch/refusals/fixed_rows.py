@@ -1,0 +1,79 @@
+"""What is refused with fixed rows."""
+
+from __future__ import annotations
+
+from megatron_ampipe.block.megatron_settings import Arguments
+from megatron_ampipe.launch.captured import captures_passes
+from megatron_ampipe.launch.refusals.refusal import DISPATCHER, Refusal, first_set, named_with, sends_rows
+from megatron_ampipe.schedule import Exchange
+
+_NOT_WITH_FIXED_ROWS = (
+    "--ampipe-condense",
+    # Predictions of memory do not know the padding.
+    "--ampipe-memory-budget",
+    "--use-megatron-fsdp",
+    # Zeroing gradients for the repeat would zero the parameters that a gather reads.
+    "--reuse-grad-buf-for-mxfp8-param-ag",
+    "--moe-enable-routing-replay",
+    "--moe-routing-trace-path",
+    "--qk-clip",
+    "--log-max-attention-logit",
+    "--skip-train",
+)
+"""Flags that are refused with ``--ampipe-rows fixed``, whatever their value."""
+
+
+def _has_fixed_rows(args: Arguments) -> bool:
+    return bool(args.ampipe_rows == "fixed")
+
+
+def _other_exchange(args: Arguments) -> str | None:
+    """The flag that asks for other transfers than the all-to-all of rows."""
+    if not sends_rows(args):
+        return DISPATCHER
+    return None if args.ampipe_exchange in (None, Exchange.ROWS) else "--ampipe-exchange"
+
+
+def _other_experts(args: Arguments) -> str | None:
+    """The flag with which experts are not Megatron's local ones, or quantize their rows."""
+    flag = first_set(args, "--moe-grouped-gemm", "--fp8-format", "--fp4-format")
+    return flag or (None if args.transformer_impl in (None, "local") else "--transformer-impl")
+
+
+def _not_with_fixed_rows(args: Arguments) -> str | None:
+    """The first flag that cannot be combined with ``--ampipe-rows fixed`` yet."""
+    flag = first_set(args, *_NOT_WITH_FIXED_ROWS)
+    if flag is not None:
+        return flag
+    if args.cuda_graph_impl not in (None, "none") and not captures_passes(args):
+        return "--cuda-graph-impl"
+    return None
+
+
+FIXED_ROWS: tuple[Refusal, ...] = (
+    Refusal(
+        "--ampipe-rows",
+        "only the all-to-all of --ampipe-exchange rows is built with fixed rows",
+        "Leave it out, or use --moe-token-dispatcher-type alltoall --ampipe-exchange rows.",
+        lambda args: _has_fixed_rows(args) and named_with(args, "--ampipe-rows", _other_exchange(args)),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "only the products of Megatron's local experts can take their numbers of rows from the device",
+        "Leave it out, or use --transformer-impl local without the flag that is named with it.",
+        lambda args: _has_fixed_rows(args) and named_with(args, "--ampipe-rows", _other_experts(args)),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "is not built together with this flag yet",
+        "Leave out --ampipe-rows, or the flag that is named with it.",
+        lambda args: _has_fixed_rows(args) and named_with(args, "--ampipe-rows", _not_with_fixed_rows(args)),
+    ),
+    Refusal(
+        "--ampipe-rows-margin",
+        "has no effect without --ampipe-rows fixed",
+        "Add --ampipe-rows fixed, or leave it out.",
+        lambda args: not _has_fixed_rows(args),
+    ),
+)
+"""Refused settings with ``--ampipe-rows fixed``."""

@@ -1,0 +1,99 @@
+"""What is refused of CUDA graphs."""
+
+from __future__ import annotations
+
+from megatron_ampipe.block.megatron_settings import Arguments
+from megatron_ampipe.block.settings import AUTO
+from megatron_ampipe.launch.captured import captured_stages, captures_passes
+from megatron_ampipe.launch.refusals.refusal import Refusal, first_set, named_with
+from megatron_ampipe.schedule import KEEP, Exchange
+from megatron_ampipe.schedule.features import balances, has_capacity
+
+_GRAPHS = "--cuda-graph-impl"
+_CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
+_NOT_WITH_WHOLE_PASSES = (
+    *_CHOOSING, "--ampipe-partner", "--ampipe-memory", "--fine-grained-activation-offloading",
+    "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--fp8-format", "--use-megatron-fsdp",
+    "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
+    "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
+    "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
+)  # fmt: skip
+"""Flags that forbid graphs of whole passes, unless their value is one of ``_USUAL``."""
+_USUAL = (None, False, 0, KEEP, Exchange.ROWS)
+
+
+def _captures_stages(args: Arguments) -> bool:
+    """Whether graphs are of stages, or of Mamba layers, rather than of whole passes."""
+    return not captures_passes(args) and not captured_stages(args).is_empty
+
+
+def _chooses_without_graphs(args: Arguments) -> str | None:
+    """The flag with which AMPipe predicts or measures what blocks without graphs would do."""
+    flag = first_set(args, *_CHOOSING)
+    if flag is None and args.ampipe_degree == AUTO:
+        flag = "--ampipe-degree"
+    return named_with(args, _GRAPHS, flag) if _captures_stages(args) else None
+
+
+def _cannot_capture_passes(args: Arguments) -> str | None:
+    """The value of ``--cuda-graph-impl``, with the flag that forbids whole passes; None if there is none."""
+    if not captures_passes(args):
+        return None
+    forbidden = {
+        **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
+        "--ampipe-degree auto": args.ampipe_degree == AUTO,
+        "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
+        # A replay runs no hook, with which the routing is recorded.
+        "--ampipe-routing-dir": first_set(args, "--ampipe-routing-dir") is not None,
+        "--ampipe-wire": args.ampipe_wire not in (None, "bf16", "fp8"),
+        "--moe-router-load-balancing-type": balances(args),
+        "--moe-token-drop-policy": has_capacity(args) and args.moe_token_drop_policy != "position",
+    }
+    conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
+    return None if conflict is None else f"{args.cuda_graph_impl} with {conflict}"
+
+
+def _places_reductions(args: Arguments) -> str | None:
+    is_placed = args.ampipe_grad_reduce == "placed" and _captures_stages(args)
+    return named_with(args, _GRAPHS, "--ampipe-grad-reduce" if is_placed else None)
+
+
+def _has_partner(args: Arguments) -> str | None:
+    has_partner = bool(args.ampipe_partner) and _captures_stages(args)
+    return named_with(args, _GRAPHS, "--ampipe-partner" if has_partner else None)
+
+
+GRAPHS: tuple[Refusal, ...] = (
+    Refusal(
+        _GRAPHS,
+        "a graph of a whole iteration has a fixed number of rows, and experts another one in every pass",
+        "Use --cuda-graph-impl local or transformer_engine, of which stages in schedules are captured.",
+        lambda args: args.cuda_graph_impl == "full_iteration",
+    ),
+    Refusal(
+        _GRAPHS,
+        "what is predicted or tried is without graphs",
+        "Name the degree: --ampipe-degree 2, or use --cuda-graph-impl none.",
+        _chooses_without_graphs,
+    ),
+    Refusal(
+        _GRAPHS,
+        "a graph hands over its gradients when it ends, and not where a reduction is placed",
+        "Use --ampipe-grad-reduce stock, or --cuda-graph-impl none.",
+        _places_reductions,
+    ),
+    Refusal(
+        _GRAPHS,
+        "a graph is a part of one pass",
+        "Leave out --ampipe-partner, or use --cuda-graph-impl none.",
+        _has_partner,
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        "a graph of a whole pass holds what does not depend on data, on documents or on other micro-batches, "
+        "draws no random numbers, and does not know which micro-batch reduces gradients",
+        "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
+        _cannot_capture_passes,
+    ),
+)
+"""Refused settings of CUDA graphs."""
