@@ -102,6 +102,11 @@ class Loop:
             self._capture(inputs)
         return [hidden.grad for hidden in inputs]
 
+    def first(self, given: Sequence[torch.Tensor], above: Sequence[torch.Tensor]) -> None:
+        """The steps before graphs are replayed."""
+        for _ in range(self.first_steps):
+            self.step(given, above)
+
     def _capture(self, inputs: Sequence[torch.Tensor]) -> None:
         """Make the graphs of ``--cuda-graph-impl transformer_engine``, as Megatron's training does."""
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper

@@ -146,6 +146,9 @@ def test_the_limit_of_partners_follows_from_its_kinds() -> None:
         "Engine",
         "stack, degree 2, CUDA graphs": "needs a GPU",
         "stack, degree 4, CUDA graphs": "needs a GPU",
+        "stack, degree 2, whole graphs": "needs a GPU and layers in 16 bit",
+        "stack, degree 4, whole graphs": "needs a GPU and layers in 16 bit",
+        "partners, megatron-1f1b, whole graphs": f"needs a GPU and layers in 16 bit and {step_kinds.JOINT}",
     }
 
 

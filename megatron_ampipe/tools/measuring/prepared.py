@@ -34,14 +34,17 @@ def prepare(layers: Layers, run: Callable[[Layers], object], *, on_cuda: bool) -
     if context is None:
         if layers.local_graphs is None:
             return 0
-        return _growth(lambda: run(layers), on_cuda=on_cuda)
+        return growth_bytes(lambda: run(layers), on_cuda=on_cuda)
     if context.fixed_rows is not None:
         learn(context.fixed_rows, lambda: run(layers))
     if not context.graph_modules:
         return 0
-    for _ in range(context.graph_warm_up):
-        run(layers)
-    return _growth(lambda: run(layers), on_cuda=on_cuda)
+
+    def capture() -> None:
+        for _ in range(context.graph_warm_up + 1):
+            run(layers)
+
+    return growth_bytes(capture, on_cuda=on_cuda)
 
 
 def learn(rows: FixedRows, run: Callable[[], object]) -> None:
@@ -69,8 +72,11 @@ def require_budgets(context: AMPipeContext, *, device: torch.device, name: str) 
         )
 
 
-def _growth(run: Callable[[], object], *, on_cuda: bool) -> int:
-    """By how many bytes the memory grows that torch has reserved on the GPU."""
+def growth_bytes(run: Callable[[], object], *, on_cuda: bool) -> int:
+    """By how many bytes the memory grows that torch has reserved on the GPU; 0 on a CPU.
+
+    Gradients must exist before, or they would count.
+    """
     if not on_cuda:
         run()
         return 0
