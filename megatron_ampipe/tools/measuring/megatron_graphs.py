@@ -16,7 +16,6 @@ import torch
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -35,6 +34,9 @@ def fields(modules: Collection[str]) -> dict[str, Any]:
 
 def divided(layer: ModuleSpec) -> list[ModuleSpec]:
     """The specifications of a layer's attention, and of its experts, as two layers."""
+    # Megatron has it for its hybrid models.
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
     without_experts = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     without_attention = {
         "input_layernorm": IdentityOp,
