@@ -76,9 +76,8 @@ examples:
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json
       on one GPU: the paper's cases; the other ranks are emulated, and the output says so
-  ampipe bench --grid mixtral --cases mixtral-8k --ranks 8 --link emulated:20GB/s --rows exact,fixed \\
-      --cuda-graph-impl none,local
-      on one GPU: also with fixed rows, and with CUDA graphs: of stages, and with fixed rows of whole passes
+  ampipe bench --grid mixtral --ranks 8 --link emulated:20GB/s --rows fixed --cuda-graph-impl local
+      on one GPU: every pass as one CUDA graph, next to Megatron's layers with its own graphs
   ampipe bench --ranks 4 --ranks-per-node 2 --link inter=50mbit,intra=400mbit --exchange rows,ranks,nodes
       two nodes of two ranks: a slow network between them, and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
