@@ -40,6 +40,8 @@ _COLLECTIVES = {
     "c10d::recv_", "c10d::send",
 }  # fmt: skip
 """What can be captured of other ranks' data. The last two are an all-to-all of the host platform."""
+_LIBRARIES = ("deep_ep_standin::",)
+"""Operations that send and receive inside. They write into tensors that they are given."""
 _SENDS = {"aten::lift_fresh"}
 """Operations with which the host sends data that it has made."""
 CAPTURED: weakref.WeakSet["RecordedGraph"] = weakref.WeakSet()
@@ -101,7 +103,7 @@ class RecordedGraph:
         """The blocks of the pool that were in use when the capture began; and, during the capture, the
         contents of those that it has given to other tensors."""
         self._read: dict[int, StorageWeakRef] = {}
-        """By storage, memory from before that it uses."""
+        """By storage, memory from before that it uses; without the pool's, which is not given back."""
         self._recorder: _Recorder | None = None
         self.pool: Any = None
         self.generators: list[torch.Generator] = []
@@ -152,6 +154,8 @@ class RecordedGraph:
         assert name not in READS | _SENDS, f"{name}: not permitted when a stream is capturing"
         if name.startswith("c10d::"):
             return self._record_collective(operation, args, kwargs)
+        if name.startswith(_LIBRARIES):
+            return self._record_library_call(operation, args)
         # Attention has the tag because it can drop values, which runs without a graph.
         draws = torch.Tag.nondeterministic_seeded in operation.tags and "scaled_dot_product" not in name
         if draws:
@@ -193,8 +197,23 @@ class RecordedGraph:
         work = FakeWork().boxed()
         return work if len(operation._schema.returns) == 1 else (args[0], work)
 
+    def _record_library_call(self, operation: Any, args: Any) -> None:
+        """Keep a call that communicates; now it does nothing, and what it will write is full of NaN."""
+        for argument, value in zip(operation._schema.arguments, args, strict=True):
+            if isinstance(value, Tensor) and argument.alias_info is not None:
+                assert argument.alias_info.is_write
+                self._keep_before(value)
+                with _disable_current_modes():
+                    _poison(value)
+        self._note_read(_tensors(args))
+        self._calls.append((operation, tree_map_only(Tensor, _borrowed, args), {}, None))
+
     def _note_read(self, tensors: list[Tensor]) -> None:
+        of_pool = {block.memory.data_ptr() for block in POOLS[self.pool]}
         for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() in of_pool:
+                # Others may have it by the time of a replay, as the poison shows, or the values.
+                continue
             # Without contents it has no memory in the pool, and nobody reads it.
             if _storage(tensor) not in self._made and tensor.untyped_storage().nbytes():
                 self._read.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))

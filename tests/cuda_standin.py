@@ -49,6 +49,7 @@ _ONLY_A_GPU = {
     "test_every_block_moves_its_share": _NO_KERNEL,
     "test_partners_equal_stock_in_fp32": _ONE_THREAD,
     "test_partners_equal_the_sequence_of_stages": _ONE_THREAD,
+    "test_steps_with_partners_equal_stock": _ONE_THREAD,
 }
 
 

@@ -150,8 +150,6 @@ class _Ways(NamedTuple):
     buffer: HybridEPBuffer
     num_permuted: int
     """Or the budget."""
-    num_written: int
-    """Of these."""
     options: tuple[int | None, bool]
     """What every call must say again."""
 
@@ -161,9 +159,13 @@ class HybridEPBuffer:
 
     All ranks have the same number of tokens. Rows are received in the order of the local experts, then of the
     ranks that sent them, then of their tokens. With a budget (``num_permuted_tokens``), rows after the last
-    are not written, here NaN, and what does not fit is dropped, which the last part of the handle says. All
-    calls with a handle have to agree with the one that made it. It is stricter than HybridEP in one thing:
-    the counts of all calls are in the same memory. It also takes fp32 tokens, which HybridEP does not.
+    are not written, here NaN, and what does not fit is dropped, the last rows, which the last part of the
+    handle says to this rank alone. All calls with a handle have to agree with the one that made it. It is
+    stricter than HybridEP in one thing: the counts of all calls are in the same memory. It also takes fp32
+    tokens, which HybridEP does not.
+
+    Its kernels are operations of torch, so that a stand-in for CUDA graphs can record them: with a budget,
+    the host reads nothing, and tensors have sizes that do not depend on the routing.
     """
 
     def __init__(
@@ -178,6 +180,8 @@ class HybridEPBuffer:
         assert not use_fp8
         self.group = group
         self._counts = torch.zeros(num_local_experts, dtype=torch.int64)
+        self._name = group.group_name
+        GROUPS[self._name] = group
 
     def dispatch_with_permute(
         self,
@@ -205,20 +209,16 @@ class HybridEPBuffer:
         else:
             assert routing_map is None and probs is None, "a handle knows where tokens go"
             assert num_permuted_tokens == handle[-2].num_permuted, "a handle does not know how many arrive"
-        senders, rows, experts, places, num_tokens, ways, _ = handle
+        places, num_tokens, ways, _ = handle
         self._check(ways, pad_multiple, fuse_permute_dispatch)
         assert len(hidden) == num_tokens
-        received = [gathered(hidden, self.group)[senders, rows]]
+        rows = hidden.new_empty((ways.num_permuted, hidden.shape[1]))
+        row_probs = None
         if probs is not None:
             assert probs.dtype == torch.float32 and probs.is_contiguous()
-            received.append(gathered(probs, self.group)[senders, rows, experts])
-        outputs = []
-        for sent in received:
-            output = sent.new_zeros((ways.num_permuted, *sent.shape[1:]))
-            output[ways.num_written :] = float("nan")
-            output[places] = sent
-            outputs.append(output)
-        return outputs[0], outputs[1] if probs is not None else None, None, counts, handle
+            row_probs = probs.new_empty((ways.num_permuted,))
+        torch.ops.deep_ep_standin.dispatch(rows, row_probs, hidden.detach(), probs, places, self._name)
+        return rows, row_probs, None, counts, handle
 
     def combine_with_unpermute(
         self,
@@ -229,37 +229,117 @@ class HybridEPBuffer:
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        senders, rows, experts, places, num_tokens, ways, _ = handle
+        places, num_tokens, ways, _ = handle
         self._check(ways, pad_multiple, fuse_unpermute_combine)
         assert hidden.is_contiguous() and len(hidden) == ways.num_permuted
-        of_all = (self.group.size(), num_tokens)
-        combined = returned(hidden[places], (senders, rows), (*of_all, hidden.shape[1]), self.group)
-        if probs is None:
-            return combined, None
-        assert probs.dtype == torch.float32 and probs.is_contiguous() and probs.shape == hidden.shape[:1]
-        num_experts = len(self._counts) * self.group.size()
-        return combined, returned(probs[places], (senders, rows, experts), (*of_all, num_experts), self.group)
+        combined = hidden.new_empty((num_tokens, hidden.shape[1]))
+        combined_probs = None
+        if probs is not None:
+            assert probs.dtype == torch.float32 and probs.is_contiguous() and probs.shape == hidden.shape[:1]
+            combined_probs = probs.new_empty((num_tokens, places.shape[1] * self.group.size()))
+        operation = torch.ops.deep_ep_standin.combine
+        operation(combined, combined_probs, hidden.detach(), probs, places, self._name)
+        return combined, combined_probs
 
     def _preprocess(
         self, routing_map: Tensor, num_local: int, options: tuple[int | None, bool], budget: int | None
     ) -> tuple[tuple[Any, ...], Tensor]:
         """The handle, and how many rows each local expert gets within the budget."""
-        first = self.group.rank() * num_local
-        own = gathered(routing_map, self.group)[:, :, first : first + num_local]
-        experts, senders, rows = own.permute(2, 0, 1).nonzero().unbind(1)
         assert not options[0], "no rows are added here"
-        places, counts, num_rows = torch.arange(len(rows)), own.sum((0, 1)), len(rows)
-        self._counts = self._counts if len(self._counts) == num_local else torch.empty_like(counts)
-        most = num_rows if budget is None else budget
-        ends = counts.cumsum(0).clamp_max(most)
-        self._counts.copy_(ends.diff(prepend=ends.new_zeros(1)))
-        fits = places < most
-        where = [x[fits] for x in (senders, rows, first + experts, places)]
-        ways = _Ways(self, most, min(num_rows, most), options)
-        return (*where, len(routing_map), ways, torch.tensor([int(num_rows > most)])), self._counts
+        # A rest of 128 tokens is copied in units of 16 bytes, with 4 for each token and rank.
+        assert len(routing_map) % 128 * self.group.size() * 4 % 16 == 0, "alignment"
+        num_tokens, num_experts = routing_map.shape
+        assert num_experts == num_local * self.group.size()
+        if len(self._counts) != num_local:
+            self._counts = torch.zeros(num_local, dtype=torch.int64)
+        places = torch.empty((num_tokens * self.group.size(), num_local), dtype=torch.int32)
+        overflow = torch.empty(1, dtype=torch.int32)
+        most = 1 << 30 if budget is None else budget
+        torch.ops.deep_ep_standin.preprocess(
+            places, self._counts, overflow, routing_map.detach(), most, self._name
+        )
+        num_permuted = wait_for_rows(self._counts) if budget is None else budget
+        return (places, num_tokens, _Ways(self, num_permuted, options), overflow), self._counts
 
     def _check(self, ways: _Ways, *options: Any) -> None:
         assert ways.buffer is self and ways.options == options
+
+
+def wait_for_rows(counts: Tensor) -> int:
+    """The number of rows, for which HybridEP waits on the host."""
+    return int(counts.sum())
+
+
+GROUPS: dict[str, dist.ProcessGroup] = {}
+"""The groups of buffers, by name."""
+_LIBRARY = torch.library.Library("deep_ep_standin", "DEF")
+_LIBRARY.define(
+    "preprocess(Tensor(a!) places, Tensor(b!) counts, Tensor(c!) overflow, Tensor routing_map, int most, "
+    "str group) -> ()"
+)
+_LIBRARY.define(
+    "dispatch(Tensor(a!) rows, Tensor(b!)? row_probs, Tensor hidden, Tensor? probs, Tensor places, "
+    "str group) -> ()"
+)
+_LIBRARY.define(
+    "combine(Tensor(a!) combined, Tensor(b!)? combined_probs, Tensor hidden, Tensor? probs, Tensor places, "
+    "str group) -> ()"
+)
+
+
+def _preprocess(
+    places: Tensor, counts: Tensor, overflow: Tensor, routing_map: Tensor, most: int, name: str
+) -> None:
+    """Fill ``places [P * T, L]``: the row of each token for each local expert; -1 for none, or if dropped."""
+    group = GROUPS[name]
+    first = group.rank() * len(counts)
+    own = gathered(routing_map, group).flatten(0, 1)[:, first : first + len(counts)]
+    in_order = own.T.reshape(-1).cumsum(0).view(len(counts), -1).T - 1
+    places.copy_(in_order.masked_fill(~own | (in_order >= most), -1))
+    counts.copy_((places >= 0).sum(0))
+    overflow.fill_(int(own.sum() > most))
+
+
+def _dispatch(
+    rows: Tensor, row_probs: Tensor | None, hidden: Tensor, probs: Tensor | None, places: Tensor, name: str
+) -> None:
+    group = GROUPS[name]
+    sources, experts = (places >= 0).nonzero().unbind(1)
+    written = places[sources, experts].long()
+    rows.fill_(float("nan"))
+    rows[written] = gathered(hidden, group).flatten(0, 1)[sources]
+    if row_probs is not None:
+        assert probs is not None
+        row_probs.fill_(float("nan"))
+        global_experts = group.rank() * places.shape[1] + experts
+        row_probs[written] = gathered(probs, group).flatten(0, 1)[sources, global_experts]
+
+
+def _combine(
+    combined: Tensor,
+    combined_probs: Tensor | None,
+    hidden: Tensor,
+    probs: Tensor | None,
+    places: Tensor,
+    name: str,
+) -> None:
+    group = GROUPS[name]
+    sources, experts = (places >= 0).nonzero().unbind(1)
+    written = places[sources, experts].long()
+    # In the order of rows, as they are added.
+    order = written.argsort()
+    written, sources, experts = written[order], sources[order], experts[order]
+    shape = (group.size(), len(combined))
+    ranks, tokens = sources // len(combined), sources % len(combined)
+    combined.copy_(returned(hidden[written], (ranks, tokens), (*shape, hidden.shape[1]), group))
+    if combined_probs is not None:
+        assert probs is not None
+        where = (ranks, tokens, group.rank() * places.shape[1] + experts)
+        combined_probs.copy_(returned(probs[written], where, (*shape, combined_probs.shape[1]), group))
+
+
+for _operation in (_preprocess, _dispatch, _combine):
+    _LIBRARY.impl(_operation.__name__.removeprefix("_"), _operation, "CompositeExplicitAutograd")
 
 
 def install() -> None:

@@ -253,6 +253,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         context.partners = context.partners or Partners()
         usual, passes, gradients = context.pipeline, [], []
         context.partners.partner = usual.partner
+        # Graphs of such passes are those of a whole step.
+        context.partners.graphs.begin_step(MICROBATCHES)
 
         def ahead(number: int) -> None:
             context.pipeline = usual.with_partners(forward=number > 0, backward=number < MICROBATCHES - 1)
@@ -270,6 +272,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         for number in range(1, MICROBATCHES):
             context.partners.run(functools.partial(ahead, number), functools.partial(back, number - 1))
         back(MICROBATCHES - 1)
+        context.partners.graphs.end_step()
         return gradients
 
     saved_bytes = burst_bytes(rank.job.link.rate_bit_per_s) if rank.job.link.is_network else 0

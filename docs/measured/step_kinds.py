@@ -25,9 +25,6 @@ GPU = "a GPU"
 IN_16_BIT = "layers in 16 bit"
 ENGINE = "layers of Transformer Engine"
 LOCAL = "local layers, whose experts can have fixed rows"
-JOINT = "graphs of joint passes, which AMPipe does not have"
-HAS_JOINT_GRAPHS = False
-"""Whether AMPipe captures the passes of partners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ KINDS = (
         for degree in DEGREES
     ),
     StepKind(PARTNERS, "partners"),
-    StepKind(PARTNERS_WHOLE, "partners, whole graphs", (GPU, IN_16_BIT, LOCAL, JOINT)),
+    StepKind(PARTNERS_WHOLE, "partners, whole graphs", (GPU, IN_16_BIT, LOCAL)),
     StepKind("partners, cut in two", "partners in 2 chunks"),
     StepKind("partners, searched", "partners, searched"),
 )
@@ -80,7 +77,6 @@ def left_out(*, on_gpu: bool, in_16_bit: bool, of_engine: bool) -> dict[str, str
         IN_16_BIT: in_16_bit,
         ENGINE: of_engine,
         LOCAL: not of_engine,
-        JOINT: HAS_JOINT_GRAPHS,
     }
     found = {}
     for kind in KINDS:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.block.settings import SETTING
@@ -95,6 +96,10 @@ class ChunkRows:
         """``[P, P]`` int64, on the device: the largest counts of the current step."""
         self.window: Tensor | None = None
         """The same of the last steps, from which the budget is learned."""
+        self.num_steps = 0
+        """Steps that ran the chunk, until it has a budget."""
+        self.runs_now = False
+        """Whether the current step runs it; with a budget, a CUDA graph may do so without saying it."""
         self.sent: Slots | None = None
         """Of the rows that this rank sends. Made with the budget: a pass copies nothing to the device."""
         self.received: Slots | None = None
@@ -102,6 +107,7 @@ class ChunkRows:
 
     def record(self, counts: Tensor) -> None:
         """Take over counts ``[P, P]`` of a micro-batch: rows of each rank for each rank."""
+        self.runs_now = True
         if self.peak is None:
             self.peak = counts.clone()
         else:
@@ -111,11 +117,13 @@ class ChunkRows:
         """Set the budget from the largest counts of the window. The host waits for them.
 
         If it ``may_shrink``, a new window begins; else no number of rows becomes smaller. ``keeps`` says
-        whether the present budget stays.
+        whether the present budget stays, which it also does if no step of the window ran the chunk.
         """
         if self.window is None:
             return
         counts: Counts = self.window.tolist()
+        if not any(map(any, counts)):
+            return
         learned = budget_of(counts, margin=margin)
         if may_shrink:
             self.window.zero_()
@@ -128,9 +136,49 @@ class ChunkRows:
         """Set the budget, and make its constants."""
         self.budget = budget
         self.version += 1
+        self.limit = copy_to_device(torch.tensor(budget.rows), device)
+        self._make_slots(budget, device)
+
+    def _make_slots(self, budget: RowBudget, device: torch.device) -> None:
         self.sent = Slots.of(budget.sent_by(self._rank), device)
         self.received = Slots.of(budget.received_by(self._rank) * self._num_shares, device)
-        self.limit = copy_to_device(torch.tensor(budget.rows), device)
+
+
+class ReceivedRows(ChunkRows):
+    """The rows that each rank receives of one chunk, whoever sends them: budget and counts are ``[1, P]``.
+
+    Of a transport that sends the rows that there are, and whose budget is the size of what is received.
+    A rank knows its own count; budgets are learned from those of all ranks of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank())
+        self._group = group
+
+    @property
+    def own_budget(self) -> int | None:
+        """How many rows this rank can receive; None without a budget."""
+        return None if self.budget is None else self.budget.rows[0][self._rank]
+
+    def record_own(self, count: int | Tensor, device: torch.device) -> None:
+        """Take over how many rows this rank has received of a micro-batch, a number or ``[1]`` int64."""
+        self.runs_now = True
+        if self.peak is None:
+            self.peak = torch.zeros((1, self._group.size()), dtype=torch.int64, device=device)
+        own = self.peak[0, self._rank : self._rank + 1]
+        if isinstance(count, int):
+            own.clamp_(min=count)
+        else:
+            torch.maximum(own, count, out=own)
+
+    def learn(self, margin: float, *, may_shrink: bool, keeps: Keeps = lambda *_: False) -> None:
+        """As in ``ChunkRows``; all ranks of the group call it together."""
+        if self.window is not None:
+            dist.all_reduce(self.window, dist.ReduceOp.MAX, group=self._group)
+        super().learn(margin, may_shrink=may_shrink, keeps=keeps)
+
+    def _make_slots(self, budget: RowBudget, device: torch.device) -> None:
+        """None: the transport sorts the rows."""
 
 
 class FixedRows:
@@ -151,8 +199,12 @@ class FixedRows:
         ``rank`` is this rank's in its expert-parallel group; ``num_shares`` ranks share an expert.
         """
         chunk = ChunkRows(rank, num_shares=num_shares)
-        self._chunks.append(chunk)
+        self.add(chunk)
         return chunk
+
+    def add(self, chunk: ChunkRows) -> None:
+        """Add a chunk of a layer; in one order on all ranks of its group."""
+        self._chunks.append(chunk)
 
     @property
     def budgets(self) -> list[RowBudget]:
@@ -162,6 +214,7 @@ class FixedRows:
     def begin_step(self) -> None:
         """Forget the counts of the current step."""
         for chunk in self._chunks:
+            chunk.runs_now = False
             if chunk.peak is not None:
                 chunk.peak.zero_()
 
@@ -181,6 +234,7 @@ class FixedRows:
         for chunk in self._chunks:
             if chunk.peak is None:
                 continue
+            chunk.num_steps += chunk.runs_now
             if chunk.window is None:
                 chunk.window = chunk.peak.clone()
             else:
@@ -190,6 +244,21 @@ class FixedRows:
         """Set the budget of every chunk, see :meth:`ChunkRows.learn`; only between two steps."""
         for chunk in self._chunks:
             chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
+
+    def learn_first(self, margin: float, *, warm_up: int) -> None:
+        """Set the first budget of the chunks that have run in so many steps with exact rows.
+
+        Each number of chunks that is tried has other chunks.
+        """
+        for chunk in self._chunks:
+            if chunk.budget is None and chunk.num_steps >= warm_up:
+                chunk.learn(margin, may_shrink=False)
+
+    def learn_again(self, margin: float, *, may_shrink: bool, keeps: Keeps) -> None:
+        """Set the budget of every chunk that has one."""
+        for chunk in self._chunks:
+            if chunk.budget is not None:
+                chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
 
 
 class ExpertOffsets(NamedTuple):
@@ -208,18 +277,18 @@ class FixedSplits(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """The order by expert of received rows, and back; each with the mask of what is no padding."""
+    """The order by expert of received rows, and back; each with the mask of padding."""
 
     source: Tensor
     """``[R]``: the received row at each place in the order by expert."""
-    is_sorted: Tensor
+    pads_sorted: Tensor
     place: Tensor
     """``[R]``: the place of each received row in the order by expert."""
-    is_received: Tensor
+    pads_received: Tensor
 
 
-class FixedRowsChunk(AllToAllChunk):
-    """The all-to-all dispatcher of one chunk, with fixed rows where the chunk has a budget.
+class BudgetedChunk:
+    """A dispatcher whose chunks can have a budget; a base class that stands before the dispatcher's.
 
     :meth:`of_chunk` makes the dispatcher of a chunk, in place of a copy.
     """
@@ -228,14 +297,12 @@ class FixedRowsChunk(AllToAllChunk):
     _known: dict[tuple[int, int], ChunkRows]
     _rows: ChunkRows
     _budget: RowBudget | None = None
-    _fixed_splits: FixedSplits | None = None
-    _counts: Tensor
 
     def share(self, fixed_rows: FixedRows) -> None:
         """Use the state of the process; called once."""
         self._fixed_rows, self._known = fixed_rows, {}
 
-    def of_chunk(self, chunk: int, num_chunks: int) -> FixedRowsChunk:
+    def of_chunk(self, chunk: int, num_chunks: int) -> Self:
         """The dispatcher of a chunk in one pass."""
         state = self._fixed_rows
         if not state.is_watched and torch.is_grad_enabled():
@@ -247,10 +314,14 @@ class FixedRowsChunk(AllToAllChunk):
         copied = copy.copy(self)
         key = num_chunks, chunk
         if key not in self._known:
-            self._known[key] = state.new_chunk(self._rank, num_shares=self._num_shares)
+            self._known[key] = self._new_rows()
         copied._rows = self._known[key]
         copied._budget = copied._rows.budget if state.is_active else None
         return copied
+
+    def _new_rows(self) -> ChunkRows:
+        """Add a chunk of this layer to the state of the process."""
+        raise NotImplementedError
 
     def budget_version(self, num_chunks: int) -> int | None:
         """A number that grows when a budget of the chunks changes; None if a pass now has exact rows."""
@@ -260,8 +331,22 @@ class FixedRowsChunk(AllToAllChunk):
             return None
         return sum(chunk.version for chunk in known)
 
-    def take_splits(self, first: FixedRowsChunk) -> None:
-        """Use the counts of the first run of the chunk, in its recompute."""
+    def take_splits(self, first: Self) -> None:
+        """Use the budget and the counts of the first run of the chunk, in its recompute."""
+        raise NotImplementedError
+
+
+class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
+    """The all-to-all dispatcher of one chunk, with fixed rows where the chunk has a budget."""
+
+    _fixed_splits: FixedSplits | None = None
+    _counts: Tensor
+
+    def _new_rows(self) -> ChunkRows:
+        return self._fixed_rows.new_chunk(self._rank, num_shares=self._num_shares)
+
+    def take_splits(self, first: Self) -> None:
+        """See ``BudgetedChunk``."""
         self.splits, self._fixed_splits, self._budget = first.splits, first._fixed_splits, first._budget
         self._counts = first._counts
 
@@ -279,14 +364,14 @@ class FixedRowsChunk(AllToAllChunk):
         slots = self._rows.sent
         assert slots is not None
         per_rank = per_expert.view(self._num_ranks, self._num_local).sum(dim=1)
-        self._is_used = slots.place < per_rank[slots.rank]
+        self._is_padding = slots.place >= per_rank[slots.rank]
         begins = per_rank.cumsum(dim=0) - per_rank
-        copies = torch.where(self._is_used, begins[slots.rank] + slots.place, 0)
+        copies = torch.where(self._is_padding, 0, begins[slots.rank] + slots.place)
         # A stable sort puts marked entries first, by expert and then by token.
         marks = routing_map.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[copies]
         self._token = marks % num_tokens
         chosen = self._token * num_experts + marks // num_tokens
-        row_probs = torch.where(self._is_used, probs.reshape(-1).index_select(0, chosen), PADDING)
+        row_probs = _padded(probs.reshape(-1).index_select(0, chosen), self._is_padding)
         return self.tokens_again(hidden_states), row_probs
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
@@ -294,7 +379,7 @@ class FixedRowsChunk(AllToAllChunk):
         if self._budget is None:
             return super().tokens_again(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return torch.where(self._is_used.unsqueeze(1), tokens.index_select(0, self._token), PADDING)
+        return _padded(tokens.index_select(0, self._token), self._is_padding)
 
     def set_counts(self, gathered: Tensor) -> None:
         """Set the counts of all ranks; with a budget nobody waits for them on the host."""
@@ -356,35 +441,34 @@ class FixedRowsChunk(AllToAllChunk):
         piece_ends = piece_sizes.cumsum(dim=0)
         piece_begins = begins.T.reshape(-1)
         sorted_places = torch.arange(num_rows, device=slots.rank.device)
-        is_sorted = sorted_places < piece_ends[-1]
+        pads_sorted = sorted_places >= piece_ends[-1]
         piece = torch.searchsorted(piece_ends, sorted_places, right=True).clamp(max=len(piece_ends) - 1)
         source = piece_begins[piece] + sorted_places - (piece_ends - piece_sizes)[piece]
-        source = torch.where(is_sorted, source, num_rows)
+        source = torch.where(pads_sorted, num_rows, source)
         # Padding goes to one more row, which is cut off.
         place = torch.zeros(num_rows + 1, dtype=torch.int64, device=slots.rank.device)
         place = place.scatter(0, source, sorted_places)[:num_rows]
-        is_received = slots.place < part_ends[slots.rank, -1]
-        source = torch.where(is_sorted, source, 0)
+        pads_received = slots.place >= part_ends[slots.rank, -1]
+        source = torch.where(pads_sorted, 0, source)
         ends = piece_ends.view(self._num_local, -1)[:, -1]
         # Grouped products require a stride of 1, of a single offset too.
         ends = ends.to(torch.int32, memory_format=torch.contiguous_format)
-        return _Arrival(source, is_sorted, place, is_received), ends
+        return _Arrival(source, pads_sorted, place, pads_received), ends
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().combine_preprocess(hidden_states)
         arrival = self._arrival
-        back = _Arrival(arrival.place, arrival.is_received, arrival.source, arrival.is_sorted)
+        back = _Arrival(arrival.place, arrival.pads_received, arrival.source, arrival.pads_sorted)
         return reorder(hidden_states, back)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().combine_postprocess(rows)
-        kept = torch.where(self._is_used.unsqueeze(1), rows, 0)
         num_tokens = self.hidden_shape[:-1].numel()
-        sums = rows.new_zeros((num_tokens, rows.shape[1])).index_add(0, self._token, kept)
+        sums: Tensor = _Sums.apply(rows, self._token, self._is_padding, num_tokens)
         return sums.view(self.hidden_shape)
 
 
@@ -394,8 +478,8 @@ def reorder(rows: Tensor, arrival: _Arrival) -> Tensor:
     return ordered
 
 
-class _ReorderContext(Protocol):
-    """What a node of :class:`_Reorder` saves."""
+class _Context(Protocol):
+    """What a node saves."""
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]: ...
@@ -408,27 +492,50 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _ReorderContext,
+        ctx: _Context,
         rows: Tensor,
         source: Tensor,
-        is_sorted: Tensor,
+        pads_sorted: Tensor,
         place: Tensor,
-        is_received: Tensor,
+        pads_received: Tensor,
     ) -> Tensor:
-        """``[R, ...]`` from ``rows[source]``; padding where not ``is_sorted``."""
-        ctx.save_for_backward(place, is_received)
-        return _selected(rows, source, is_sorted)
+        """``[R, ...]`` from ``rows[source]``; padding where ``pads_sorted``."""
+        ctx.save_for_backward(place, pads_received)
+        return _selected(rows, source, pads_sorted)
 
     @staticmethod
-    def backward(ctx: _ReorderContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The other order."""
-        place, is_received = ctx.saved_tensors
-        return _selected(gradient, place, is_received), None, None, None, None
+        place, pads_received = ctx.saved_tensors
+        return _selected(gradient, place, pads_received), None, None, None, None
 
 
-def _selected(rows: Tensor, index: Tensor, is_kept: Tensor) -> Tensor:
-    mask = is_kept.view(-1, *[1] * (rows.dim() - 1))
-    return torch.where(mask, rows.index_select(0, index), PADDING)
+class _Sums(torch.autograd.Function):
+    """Adds the rows of each token but for padding. Unlike torch's ``index_add``, it does not save the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int
+    ) -> Tensor:
+        """``[M, D]`` to ``[T, D]``."""
+        ctx.save_for_backward(token, is_padding)
+        kept = torch.where(is_padding.unsqueeze(1), 0, rows)
+        return rows.new_zeros((num_tokens, rows.shape[1])).index_add_(0, token, kept)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of its token for each row."""
+        token, is_padding = ctx.saved_tensors
+        return _selected(gradient, token, is_padding), None, None, None
+
+
+def _selected(rows: Tensor, index: Tensor, is_padding: Tensor) -> Tensor:
+    return _padded(rows.index_select(0, index), is_padding)
+
+
+def _padded(rows: Tensor, is_padding: Tensor) -> Tensor:
+    """Fill padding in ``[R, ...]`` in place: another copy of the rows can be the peak of memory."""
+    return rows.masked_fill_(is_padding.view(-1, *[1] * (rows.dim() - 1)), PADDING)
 
 
 def budget_of(counts: Counts, *, margin: float) -> RowBudget:

@@ -249,7 +249,8 @@ def tensors_among(values: Sequence[object]) -> tuple[Tensor, ...]:
 class HybridEPTransport:
     """Sends tokens through HybridEP, and keeps the handle of a chunk. Chunks share no memory.
 
-    The first dispatch blocks the host, unless a budget bounds the number of rows.
+    The first dispatch blocks the host, unless a budget bounds the number of rows: Megatron's
+    (:meth:`FlexChunk.share_budget`), or ``num_rows``.
 
     ``manager`` is Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``. It makes the first
     call, which also creates the buffer if there is none.
@@ -257,12 +258,23 @@ class HybridEPTransport:
 
     tokens_per_expert: Tensor
     """``[local experts]`` int64, received rows of each local expert; with a budget not on the host."""
+    num_growths: ClassVar[int] = 0
+    """How often a dispatch of this process had more tokens than all before it, so that HybridEP may have
+    replaced its memory, which CUDA graphs use."""
+    _most_tokens: ClassVar[int] = 0
     _handle: tuple[object, ...]
     """Of the first dispatch."""
     _num_received = 0
 
-    def __init__(self, manager: _HybridEPManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: _HybridEPManager, num_rows: int | None = None) -> None:
+        self._manager, self._num_rows = manager, num_rows
+
+    @property
+    def overflow(self) -> Tensor:
+        """``[1]`` int32 on the device: other than 0 if rows did not fit into the budget and were dropped."""
+        flag = self._handle[-1]
+        assert isinstance(flag, Tensor), "this version of DeepEP does not say whether rows were dropped"
+        return flag
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """As :meth:`DeepEPTransport.dispatch`, with probabilities ``[T, E]`` to ``[R]``."""
@@ -275,7 +287,12 @@ class HybridEPTransport:
             )
             return Transfer((received,), uses=tensors_among(self._handle))
         manager, (tokens, probs) = self._manager, tensors
+        self._note_growth(len(tokens))
         manager.token_probs = probs.contiguous()
+        if self._num_rows is not None:
+            # With a factor, the manager keeps the counts of a dispatch that does not wait.
+            manager.moe_expert_rank_capacity_factor = 1.0
+            manager.num_permuted_tokens = self._num_rows
         with torch.no_grad():
             received = manager.dispatch(tokens.contiguous())
         self._handle, self._num_received = manager.handle, received.shape[0]
@@ -293,6 +310,12 @@ class HybridEPTransport:
             **self._options("fuse_unpermute_combine"),
         )
         return Transfer(outputs[: len(tensors)], uses=tensors_among(self._handle))
+
+    @staticmethod
+    def _note_growth(num_tokens: int) -> None:
+        if num_tokens > HybridEPTransport._most_tokens:
+            HybridEPTransport._most_tokens = num_tokens
+            HybridEPTransport.num_growths += 1
 
     def _options(self, fuse: str) -> dict[str, object]:
         """The options of the first call; older versions of HybridEP have no option for fused kernels."""

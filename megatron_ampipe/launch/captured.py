@@ -42,6 +42,11 @@ class CapturedStages:
     notes: tuple[tuple[str, str], ...] = ()
 
     @property
+    def of_passes(self) -> bool:
+        """Whether a graph is a whole pass."""
+        return self.modules == {WHOLE_LAYERS}
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is captured."""
         return not self.modules and not self.keeps_mamba
@@ -247,7 +252,7 @@ def no_partner(args: Parsed) -> str | None:
         return "a pipeline stage without virtual stages waits for the next stage before every backward pass"
     if getattr(args, "use_megatron_fsdp", None):
         return "Megatron-FSDP gathers parameters for one pass at a time"
-    if not captured_stages(args).is_empty:
+    if not captures_passes(args) and not captured_stages(args).is_empty:
         return "a CUDA graph is a part of one pass"
     return None
 

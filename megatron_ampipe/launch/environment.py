@@ -20,7 +20,7 @@ from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.model_block import StageLayers, block_of, layers_of
 from megatron_ampipe.plan.model_file import ModelFile
-from megatron_ampipe.plan.model_flags import SIZE_FLAGS
+from megatron_ampipe.plan.model_flags import GRAPH_FLAGS, SIZE_FLAGS
 from megatron_ampipe.plan.rank_memory import waiting_passes
 from megatron_ampipe.schedule import BlockFeatures, Exchange, Pipeline, useful_exchanges
 from megatron_ampipe.schedule.chunks import SequenceLayout
@@ -190,7 +190,7 @@ def partnered_share(args: Parsed, settings: Settings) -> float:
         return 0.0
     # With pipeline parallelism, the warm-up passes, and as many at the end, run alone.
     alone = 1 if args.pipeline_model_parallel_size == 1 else passes_in_flight(args, settings)
-    return max(0.0, 1 - alone / _passes_of_step(args))
+    return max(0.0, 1 - alone / passes_of_step(args))
 
 
 def passes_in_flight(args: Parsed, settings: Settings) -> int:
@@ -198,12 +198,13 @@ def passes_in_flight(args: Parsed, settings: Settings) -> int:
     stages = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or 1
     waiting = waiting_passes(stages, virtual) + bool(virtual > 1 and settings.partner)
-    return int(min(waiting, _passes_of_step(args)))
+    return int(min(waiting, passes_of_step(args)))
 
 
-def _passes_of_step(args: Parsed) -> int:
+def passes_of_step(args: Parsed) -> int:
     """Number of forward passes of a rank through its (virtual) pipeline stages in a training step."""
-    microbatches: int = -(-args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    sequences = args.micro_batch_size * (args.data_parallel_size or 1)
+    microbatches: int = -(-args.global_batch_size // sequences)
     return microbatches * (args.virtual_pipeline_model_parallel_size or 1)
 
 
@@ -300,7 +301,7 @@ def model_of_args(
     values: dict[str, object] = {}
     for flag in keys:
         value = getattr(args, flag.replace("-", "_"), None)
-        if value is not None:
+        if value is not None and flag not in GRAPH_FLAGS:
             # Megatron's validation makes types of torch of some.
             values[flag] = _DTYPES.get(str(value), value)
     if "disable-bias-linear" in keys:

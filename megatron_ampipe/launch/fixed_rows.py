@@ -24,7 +24,7 @@ from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.megatron_types import Model, Optimizer, RunPasses
 
 WARM_UP = 2
-"""Steps with exact rows before the first budget is learned."""
+"""Steps with exact rows before the first budget of a chunk is learned."""
 WINDOW = 16
 """A budget can become smaller after so many steps, whose largest counts it is learned from."""
 
@@ -149,8 +149,9 @@ class FixedRowsSteps(Hook):
     def after_step(self) -> None:
         """Learn budgets after the warm-up, when a window is full, and after a repeated step."""
         is_full = self._in_window >= WINDOW
-        if is_full or self._was_repeated or self._num_seen == WARM_UP:
-            self._rows.learn(self._margin, may_shrink=is_full, keeps=is_near)
+        if is_full or self._was_repeated:
+            self._rows.learn_again(self._margin, may_shrink=is_full, keeps=is_near)
+        self._rows.learn_first(self._margin, warm_up=WARM_UP)
         if is_full:
             self._in_window = 0
         self._was_repeated = False

@@ -9,7 +9,7 @@ its blocks meet the blocks of the backward pass in ``runtime.partners``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -28,6 +28,10 @@ from megatron_ampipe.launch.run import RELAXES_MAX_CONNECTIONS_CHECK
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule.pipeline import Pipeline
 
+MAX_CHAIN = 16
+"""Micro-batches in a chain of CUDA graphs. A step of more is several chains, one after another: the last
+backward pass of one and the first forward pass of the next have no partner."""
+
 
 class PartneredSteps(Hook):
     """Makes Megatron run training steps with partners, while the pipeline of the context has a partner.
@@ -41,6 +45,8 @@ class PartneredSteps(Hook):
         self._flag = flag
         self._models: Sequence[Model] = []
         self._pipelines: list[Pipeline] = []
+        self._chains: dict[int, Hashable] = {}
+        """Which plans begin a chain of CUDA graphs, and of how many micro-batches it is."""
         self._num_plans = 0
 
     def models_built(self, models: Sequence[Model]) -> None:
@@ -54,18 +60,29 @@ class PartneredSteps(Hook):
         assert self._context.partners is not None
         self._context.partners.partner = partner
         self._switch(on=True)
+        self._context.partners.graphs.give_up_step()
         num_models, num_microbatches = len(self._models), get_num_microbatches()
         config = get_model_config(self._models[0])
         group = config.microbatch_group_size_per_vp_stage if num_models > 1 else num_microbatches
-        self._pipelines = [
-            self._context.pipeline.with_partners(forward=forward, backward=backward)
-            for forward, backward in partners_of(num_microbatches, num_models, group)
-        ]
+        parts = [num_microbatches]
+        if self._context.captures_passes and num_models == 1:
+            parts = chains_of(num_microbatches)
+        self._pipelines = []
+        self._chains = {}
+        for part in parts:
+            if self._context.captures_passes:
+                self._chains[len(self._pipelines)] = part
+            self._pipelines += [
+                self._context.pipeline.with_partners(forward=forward, backward=backward)
+                for forward, backward in partners_of(part, num_models, min(group, part))
+            ]
         self._num_plans = 0
         for model in self._models:
             unwrap_model(model).build_schedule_plan = functools.partial(self._plan, model)
 
     def after_step(self) -> None:
+        if self._context.partners is not None:
+            self._context.partners.graphs.end_step()
         self._switch(on=False)
 
     def _switch(self, *, on: bool) -> None:
@@ -78,9 +95,24 @@ class PartneredSteps(Hook):
             remedy = "Start the run with -m megatron_ampipe.pretrain_gpt, or leave it out."
             raise BadInput(self._flag, "on", rule=rule, remedy=remedy)
         # Modulo, because Megatron may repeat a step to compare its results.
-        pipeline = self._pipelines[self._num_plans % len(self._pipelines)]
+        place = self._num_plans % len(self._pipelines)
         self._num_plans += 1
-        return MicroBatch(self._context, model, pipeline, functools.partial(model, *args, **kwargs))
+        call = functools.partial(model, *args, **kwargs)
+        return MicroBatch(
+            self._context, model, self._pipelines[place], call, begins_chain=self._chains.get(place)
+        )
+
+
+def chains_of(num_microbatches: int) -> list[int]:
+    """The numbers of micro-batches of the chains of a step: at most :data:`MAX_CHAIN`.
+
+    They are equal if that needs less than twice as many chains, as equal chains have the same graphs.
+    """
+    fewest = -(-num_microbatches // MAX_CHAIN)
+    equal = (count for count in range(fewest, 2 * fewest) if num_microbatches % count == 0)
+    count = next(equal, fewest)
+    size, num_larger = divmod(num_microbatches, count)
+    return [size + 1] * num_larger + [size] * (count - num_larger)
 
 
 def partners_of(num_microbatches: int, num_models: int, group_size: int) -> list[tuple[bool, bool]]:
@@ -108,12 +140,27 @@ def partners_of(num_microbatches: int, num_models: int, group_size: int) -> list
 
 
 class MicroBatch(AbstractSchedulePlan):
-    """The schedule plan of a micro-batch: Megatron's loops run it together with the backward of another."""
+    """The schedule plan of a micro-batch: Megatron's loops run it together with the backward of another.
+
+    Args:
+        context: The state of all layers.
+        model: The model, in Megatron's wrappers.
+        pipeline: How blocks run in this micro-batch.
+        call: Calls the model.
+        begins_chain: What chain of CUDA graphs begins with it, if any; then it runs after the other passes.
+    """
 
     def __init__(
-        self, context: AMPipeContext, model: Model, pipeline: Pipeline, call: Callable[[], Tensor]
+        self,
+        context: AMPipeContext,
+        model: Model,
+        pipeline: Pipeline,
+        call: Callable[[], Tensor],
+        *,
+        begins_chain: Hashable = None,
     ) -> None:
         self._context, self._pipeline, self._call = context, pipeline, call
+        self.begins_chain = begins_chain
         inner = unwrap_model(model)
         self._input: Tensor | None = inner.decoder.input_tensor
         self._output: Tensor | None = None
@@ -166,6 +213,9 @@ class MicroBatch(AbstractSchedulePlan):
     def forward(self) -> Tensor:
         """Run the forward pass, with the pipeline of a micro-batch that has these partners."""
         context, usual = self._context, self._context.pipeline
+        if self.begins_chain is not None:
+            assert context.partners is not None
+            context.partners.graphs.begin_step(self.begins_chain)
         context.pipeline = self._pipeline
         try:
             self._output = self._call()
@@ -194,7 +244,7 @@ def _run_passes(new: MicroBatch | None, old: MicroBatch | None, gradient: Tensor
         assert new is not None
         return new.forward()
     assert gradient is not None
-    if new is not None:
+    if new is not None and new.begins_chain is None:
         return new.run_with(old, gradient)
     old.backward(gradient)
-    return None
+    return None if new is None else new.forward()

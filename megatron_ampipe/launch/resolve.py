@@ -137,6 +137,7 @@ def _with_predictions(args: argparse.Namespace, run: Run) -> Run:
         return _with_one_chunk(args, run)
     # Schedules recompute in place of Megatron, where they have taken it over.
     block, layers = block_of_args(args, settings, recomputes=run.recomputed_layers > 0)
+    block = replace(block, captures_passes=run.graphs.of_passes)
     run = replace(run, block=block)
     cluster = None
     if settings.cluster is not None:

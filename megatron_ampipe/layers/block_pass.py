@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.codecs import Condensed
-from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
+from megatron_ampipe.exchange.fixed_rows import BudgetedChunk
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.layers.fixed_experts import ExpertWeights
@@ -95,7 +95,7 @@ class BlockPass:
         # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
         dispatcher = block.dispatcher(block.context.pipeline.exchange)
         if block.context.fixed_rows is not None:
-            assert isinstance(dispatcher, FixedRowsChunk)
+            assert isinstance(dispatcher, BudgetedChunk)
             count = len(self.chunks)
             self.dispatchers = [dispatcher.of_chunk(index, count) for index in range(count)]
             self.expert_weights = ExpertWeights(count)
@@ -110,7 +110,7 @@ class BlockPass:
         second._begin()
         if not self.block.dense:
             for dispatcher, second_dispatcher in zip(self.dispatchers, second.dispatchers, strict=True):
-                if isinstance(second_dispatcher, FixedRowsChunk):
+                if isinstance(second_dispatcher, BudgetedChunk):
                     second_dispatcher.take_splits(dispatcher)
                 else:
                     second_dispatcher.splits = dispatcher.splits

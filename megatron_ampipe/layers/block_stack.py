@@ -15,17 +15,18 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
+from megatron_ampipe.exchange.fixed_rows import BudgetedChunk
 from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass, MicroBatch
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
-from megatron_ampipe.layers.context import WHOLE_PASSES, AMPipeContext
+from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import sees_whole_blocks
 from megatron_ampipe.layers.user_changes import refuse_hooks_of, refuse_outer_checkpoint
 from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.runtime.compile import TapeOptions, compiled
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
+from megatron_ampipe.runtime.graph_chain import ChainOptions, StackPasses
 from megatron_ampipe.runtime.graphs import CaptureOptions, GraphCache, TapeGraphs
 from megatron_ampipe.runtime.stack_call import PassRun, StackCall
 from megatron_ampipe.runtime.tape import Tapes
@@ -85,6 +86,7 @@ class BlockStack:
         self._tapes = lru_cache(maxsize=64)(self._make_tapes)
         self._check_tiles = lru_cache(maxsize=64)(self._require_tiles)
         self._graphs = GraphCache(self._make_graphs)
+        self._passes = lru_cache(maxsize=64)(self._make_passes)
         layer = blocks[0].moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
         self._layout = SequenceLayout(
@@ -194,15 +196,19 @@ class BlockStack:
         if documents is not None and shares_documents:
             chunks = tuple(map(documents.divided, chunks))
             whole = documents.divided(whole)
-        graphs, is_fixed = None, False
+        graphs: TapeGraphs | StackPasses | None = None
         of_documents = documents is not None and context.captures_attention
-        if keep_graph and context.graph_modules and not (context.recorder.recording or of_documents):
+        is_captured = keep_graph and bool(context.graph_modules)
+        is_captured &= not (context.recorder.recording or of_documents)
+        if is_captured and context.captures_passes:
             # A graph of a whole pass holds transfers of sizes that do not depend on the routing.
-            is_fixed = context.graph_modules != WHOLE_PASSES or None not in self._budgets(len(chunks))
-        if is_fixed:
-            graphs = self._graphs.get(
-                context.pipeline, features, revisions, hidden.shape, executor, shares_documents
-            )
+            is_captured = None not in self._budgets(len(chunks))
+        if is_captured:
+            is_chained = context.partners is not None and context.captures_passes
+            find = self._passes if is_chained else self._graphs.get
+            graphs = find(context.pipeline, features, revisions, hidden.shape, executor, shares_documents)
+        elif keep_graph and context.partners is not None:
+            context.partners.graphs.pass_without_graph()
         token_ids = self._token_ids(chunks, hidden)
         micro_batch = MicroBatch(chunks, whole, rotary_pos_emb, documents, token_ids, padding)
         passes = [
@@ -221,7 +227,7 @@ class BlockStack:
         exchange = self._context.pipeline.exchange
         dispatchers = [block.dispatcher(exchange) for block in self._blocks if not block.dense]
         return tuple(
-            dispatcher.budget_version(num_chunks) if isinstance(dispatcher, FixedRowsChunk) else None
+            dispatcher.budget_version(num_chunks) if isinstance(dispatcher, BudgetedChunk) else None
             for dispatcher in dispatchers
         )
 
@@ -296,6 +302,33 @@ class BlockStack:
         )
         tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True, shares_documents)
         return TapeGraphs(tapes, self._blocks, options)
+
+    def _make_passes(
+        self,
+        pipeline: Pipeline,
+        features: tuple[BlockFeatures, ...],
+        revisions: tuple[int, ...],
+        shape: torch.Size,
+        executor: Executor,
+        shares_documents: bool,
+    ) -> StackPasses:
+        context, num_chunks = self._context, len(self._chunks(pipeline, shape[0])[0])
+        assert context.partners is not None
+
+        def is_current() -> bool:
+            # Graphs are not of passes whose attention stays within documents.
+            now = [block.follow_changes(within_documents=False) for block in self._blocks]
+            return revisions == tuple(now)
+
+        options = ChainOptions(
+            warm_up=context.graph_warm_up,
+            generators=_generators,
+            outside=tensors_outside_modules,
+            version=partial(self._budgets, num_chunks),
+            is_current=is_current,
+        )
+        tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True, shares_documents)
+        return StackPasses(context.partners.graphs, tapes, self._blocks, options)
 
 
 def tensors_outside_modules() -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ampipe.exchange.fixed_flex import FixedHybridEPChunk
 from megatron_ampipe.exchange.fixed_rows import FixedRows, FixedRowsChunk
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
@@ -46,7 +47,9 @@ def make_dispatcher(layer: TransformerLayer, exchange: Exchange, ranks_per_node:
     )
 
 
-def make_fixed_dispatcher(layer: TransformerLayer, fixed_rows: FixedRows) -> FixedRowsChunk:
+def make_fixed_dispatcher(
+    layer: TransformerLayer, fixed_rows: FixedRows
+) -> FixedRowsChunk | FixedHybridEPChunk:
     """Create the dispatcher of an MoE layer whose chunks are sent with fixed rows.
 
     Raises:
@@ -54,12 +57,17 @@ def make_fixed_dispatcher(layer: TransformerLayer, fixed_rows: FixedRows) -> Fix
     """
     moe = layer.mlp
     require_local_experts(moe.experts)
-    chunk = FixedRowsChunk(
-        moe.num_local_experts,
-        moe.local_expert_indices,
-        config=layer.config,
-        pg_collection=layer.pg_collection,
-        has_fixed_choices=moe.router.has_stock_routing,
-    )
+    local_experts = moe.num_local_experts, moe.local_expert_indices
+    config, groups = layer.config, layer.pg_collection
+    chunk: FixedRowsChunk | FixedHybridEPChunk
+    if config.moe_token_dispatcher_type == "flex":
+        chunk = FixedHybridEPChunk(*local_experts, config=config, pg_collection=groups)
+    else:
+        chunk = FixedRowsChunk(
+            *local_experts,
+            config=config,
+            pg_collection=groups,
+            has_fixed_choices=moe.router.has_stock_routing,
+        )
     chunk.share(fixed_rows)
     return chunk

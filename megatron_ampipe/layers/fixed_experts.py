@@ -123,9 +123,14 @@ class StackedWeights:
         if stacked is None:
             with torch.no_grad():
                 stacked = self._stacked = torch.stack(list(weights))
-        self._num_uses[direction] = (self._num_uses[direction] + 1) % self._num_chunks
-        # In a recompute, both directions run chunk by chunk.
-        if not any(self._num_uses.values()):
+        self._num_uses[direction] += 1
+        num_forward, num_backward = self._num_uses.values()
+        if num_backward == self._num_chunks:
+            # Fewer chunks than all may have run again before.
+            self._num_uses = {Direction.FORWARD: 0, Direction.BACKWARD: 0}
+            self._stacked = None
+        elif num_forward == self._num_chunks and num_backward == 0:
+            self._num_uses[Direction.FORWARD] = 0
             self._stacked = None
         return stacked
 

@@ -13,7 +13,7 @@ from typing import Unpack
 
 from megatron_ampipe.plan.cluster import Cluster, IssuedKind, Overhead
 from megatron_ampipe.plan.planner import PlanOptions, make_plans
-from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.predict import GRAPH_LAUNCH_US, Predictor
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import Pipeline
 
@@ -22,8 +22,6 @@ FACTORS = (1.0, 2.0, 4.0, 8.0)
 NUM_HALVINGS = 2
 """How often the range between two of them is halved, on a logarithmic scale, to find where a plan changes."""
 _DEGREES = (1, 2, 3, 4)
-GRAPH_LAUNCH_US = 10.0
-"""The assumed time in which a host starts the graph of a stage."""
 CAPTURED: tuple[IssuedKind, ...] = ("qkv", "attention", "route")
 """The stages of the modules ``attn``, ``moe_router`` and ``moe_preprocess``."""
 
@@ -51,7 +49,9 @@ def with_host_times(cluster: Cluster, factor: float) -> Cluster:
     issue_of = host.issue_of
     if issue_of is not None:
         issue_of = {kind: _scaled(overhead, factor) for kind, overhead in issue_of.items()}
-    return replace(cluster, host=replace(host, issue=_scaled(host.issue, factor), issue_of=issue_of))
+    graph = None if host.graph is None else _scaled(host.graph, factor)
+    issue = _scaled(host.issue, factor)
+    return replace(cluster, host=replace(host, issue=issue, issue_of=issue_of, graph=graph))
 
 
 def with_graphs(cluster: Cluster) -> Cluster:

@@ -87,6 +87,7 @@ def block_of(
         splits_weights=splits_weights(flags) and not (is_local and flags.moe_grouped_gemm),
         shards_optimizer=flags.use_distributed_optimizer,
         rows_margin=own.rows_margin if own.rows == "fixed" else None,
+        captures_passes=own.rows == "fixed" and flags.captures_layers,
     )
     # A run's own arguments are checked when they are parsed.
     _check(model, block, ranks if cluster is not None else None)

@@ -21,8 +21,6 @@ block, and hooks that wait for parameters.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +30,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, BlockState
+from megatron_ampipe.runtime.capturing import BlockLeaves, capturing, keeping_cached, wait_for_parameters
 from megatron_ampipe.runtime.graph_memory import StaticInputs, without_memory
 from megatron_ampipe.runtime.segment import Segment
 from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, Step
@@ -152,9 +151,7 @@ class GraphSet:
         self._outside: list[tuple[Tensor, Tensor]] = []
         """``BlockState.outside``: the tensors given last, and their static copies."""
         self._owner: weakref.ref[MicroBatchState] | None = None
-        # Leaves for captured graphs only: the accumulation nodes of the parameters themselves belong to a
-        # stream that is not captured.
-        self._leaves = [tuple(map(_leaf, functions.parameters.all)) for functions in plan.functions]
+        self._leaves = [BlockLeaves(functions) for functions in plan.functions]
         self._cached: list[object] = []
         """Outputs of modules that cache them: kept, because graphs read them."""
 
@@ -216,7 +213,7 @@ class GraphSet:
     ) -> _Captured:
         """Capture a run: record its calls without running them."""
         captured = _Captured(torch.cuda.CUDAGraph(), self._modules_of(run))
-        _wait_for_parameters(captured.waiting)
+        wait_for_parameters(captured.waiting)
         before = {slot: state.slots[slot] for slot in run.changes}
         self._bind_inputs(captured, run, state)
         self._record(captured, run, state, capture_pass)
@@ -295,22 +292,18 @@ class GraphSet:
             total, _ = state.sums[layer].entry(number)
             is_own = parameter in self._fused or total in self._own
             assert is_own, "the sum of a gradient was not created by a graph of this set"
-        # Transformer Engine's attention advances a generator even without dropout.
-        for generator in self._plan.generators():
-            captured.graph.register_generator_state(generator)
-        torch.cuda.synchronize()
-        with self._on_leaves(state), self._keeping_cached(), torch.cuda.stream(_capture_stream()):
-            captured.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                if self._plan.is_whole:
-                    capture_pass(run.direction)
-                else:
-                    for step in run.steps:
-                        step.run(state)
-            finally:
-                captured.graph.capture_end()
+        with (
+            self._on_leaves(state),
+            keeping_cached(self._plan.functions, self._cached),
+            capturing(captured.graph, self._pool, self._plan.generators()),
+        ):
+            if self._plan.is_whole:
+                capture_pass(run.direction)
+            else:
+                for step in run.steps:
+                    step.run(state)
         for (layer, number), parameter in trained.items():
-            if getattr(self._leaves[layer][number], "grad_added_to_main_grad", False):
+            if self._leaves[layer].is_fused(number):
                 captured.fused.append((layer, number, parameter))
                 self._fused.add(parameter)
             else:
@@ -330,7 +323,7 @@ class GraphSet:
     def _prepare(self, captured: _Captured, state: MicroBatchState) -> None:
         """Do what comes before a replay: wait for parameters, check slots, copy inputs."""
         slots, comm_memory = state.slots, state.comm_memory
-        _wait_for_parameters(captured.waiting)
+        wait_for_parameters(captured.waiting)
         for slot, value in captured.expected:
             assert slots[slot] is value, "a pass differs from the one that was captured"
         for slot, static in captured.inputs:
@@ -359,57 +352,9 @@ class GraphSet:
             state.blocks[:] = blocks
 
     @contextlib.contextmanager
-    def _keeping_cached(self) -> Iterator[None]:
-        """Keep the outputs of modules that cache them."""
-        with contextlib.ExitStack() as stack:
-            for functions in self._plan.functions:
-                for module in functions.caching_modules:
-                    handle = module.register_forward_hook(lambda _, __, output: self._cached.append(output))
-                    stack.callback(handle.remove)
-            yield
-
-    @contextlib.contextmanager
     def _on_leaves(self, state: MicroBatchState) -> Iterator[None]:
-        """Replace the parameters by the leaves, in modules and in the sums of gradients; restore on exit."""
-        replaced: list[tuple[Module, str, Parameter]] = []
-        for functions, leaves, sums in zip(self._plan.functions, self._leaves, state.sums, strict=True):
-            leaf_by_parameter = dict(zip(functions.parameters.all, leaves, strict=True))
-            modules = dict.fromkeys(itertools.chain.from_iterable(functions.stage_modules.values()))
-            for module in modules:
-                for name, parameter in module._parameters.items():
-                    if parameter in leaf_by_parameter:
-                        replaced.append((module, name, parameter))
-                        module._parameters[name] = leaf_by_parameter[parameter]
-            sums.parameters = leaves
-            sums.numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            for leaf in leaves:
-                if hasattr(leaf, "grad_added_to_main_grad"):
-                    leaf.grad_added_to_main_grad = False
-        try:
+        """Replace the parameters by the leaves; restore them on exit."""
+        with contextlib.ExitStack() as stack:
+            for leaves, sums in zip(self._leaves, state.sums, strict=True):
+                stack.enter_context(leaves.in_place([sums]))
             yield
-        finally:
-            for module, name, parameter in replaced:
-                module._parameters[name] = parameter
-            for functions, sums in zip(self._plan.functions, state.sums, strict=True):
-                sums.parameters, sums.numbers = functions.parameters.all, functions.parameters.numbers
-
-
-def _leaf(parameter: Parameter) -> Parameter:
-    """A separate autograd leaf with the memory and the attributes of a parameter."""
-    leaf = Parameter(parameter.data)
-    vars(leaf).update(vars(parameter))
-    return leaf
-
-
-def _wait_for_parameters(modules: Sequence[Module]) -> None:
-    """Run the forward pre-hooks of the modules (Megatron's ``--overlap-param-gather``)."""
-    for module in modules:
-        if module._forward_pre_hooks:
-            for hook in module._forward_pre_hooks.values():
-                hook(module, ())
-
-
-@functools.cache
-def _capture_stream() -> torch.cuda.Stream:
-    """The stream of all captures: torch cannot capture on the default stream, on which Megatron trains."""
-    return torch.cuda.Stream()

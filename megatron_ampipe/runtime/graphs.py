@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions
+from megatron_ampipe.runtime.capturing import UsedAddresses
 from megatron_ampipe.runtime.graph_set import CapturePlan, GraphSet, Run
 from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, RunStage
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes
@@ -134,14 +134,8 @@ class TapeGraphs:
             others=_slots_without_graph(tapes, captured),
             is_whole=self.is_whole,
         )
-        self._parameters: list[Parameter] = []
-        """The parameters that graphs read."""
-        self._buffer_modules: list[Module] = []
         kinds = options.kinds or [block_functions.stage_modules.keys() for block_functions in functions]
-        for block_functions, block_kinds in zip(functions, kinds, strict=True):
-            for kind in block_kinds:
-                self._parameters += block_functions.stage_parameters.get(kind, ())
-                self._buffer_modules += block_functions.buffer_modules.get(kind, ())
+        self._addresses = UsedAddresses(functions, kinds, options.outside)
         self._sets: list[GraphSet] = []
         self._num_passes = 0
 
@@ -151,7 +145,7 @@ class TapeGraphs:
         if self._warm_up:
             self._warm_up -= 1
             return None
-        made_for = self._options.version(), self._addresses()
+        made_for = self._options.version(), self._addresses.now()
         oldest = self._num_passes - MAX_IDLE_PASSES
         self._sets = [
             graphs for graphs in self._sets if graphs.made_for == made_for and graphs.last_pass >= oldest
@@ -170,13 +164,6 @@ class TapeGraphs:
         Their memory does not wait for the garbage collector, which Megatron's ``--manual-gc`` runs rarely.
         """
         self._sets.clear()
-
-    def _addresses(self) -> tuple[int, ...]:
-        """Where everything is that graphs use and that other code can move to other memory."""
-        gradients = [getattr(parameter, "main_grad", None) for parameter in self._parameters]
-        buffers = [buffer for module in self._buffer_modules for buffer in module._buffers.values()]
-        tensors = [*self._parameters, *gradients, *buffers, *self._options.outside()]
-        return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 MAX_SHAPES = 2

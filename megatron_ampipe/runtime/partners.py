@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.stack_call import StackCall
+from megatron_ampipe.runtime.graph_chain import GraphChains, Half
+from megatron_ampipe.runtime.stack_call import StackCall, without_ends
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Direction, Partner, Program, issue_order
 from megatron_ampipe.schedule.partners import shared_lanes
@@ -65,6 +66,8 @@ class Partners:
 
     def __init__(self) -> None:
         self.partner = Partner()
+        self.graphs = GraphChains()
+        """Of whole passes, if these are CUDA graphs."""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pair: _Pair | None = None
@@ -178,9 +181,32 @@ def run_together(
 
     recorder.enter(backward.numbers, Direction.BACKWARD, next_layers=forward.numbers)
     comm_memory = _CommMemories(backward, forward) if executor.host_waits else None
+
+    def capture() -> None:
+        executor.execute(without_ends(tape), run, recorder, comm_memory)
+        forward.prepare_recompute()
+
     with torch.enable_grad():
-        executor.execute(tape, run, recorder, comm_memory)
+        if _launch(backward, forward, capture, partner):
+            for call in tape.calls:
+                if not call.stage.of_next_microbatch:
+                    backward.end_call(Direction.BACKWARD, call)
+        else:
+            executor.execute(tape, run, recorder, comm_memory)
     return forward.end_forward(), backward.end_backward()
+
+
+def _launch(backward: StackCall, forward: StackCall, capture: Callable[[], None], partner: Partner) -> bool:
+    """Run both passes as one CUDA graph; False if they run without."""
+    if backward.chained is None or forward.chained is None:
+        both = backward.chained, forward.chained
+        assert not any(one is not None and one.is_captured for one in both), "a graph with a pass without one"
+        return False
+    halves = [
+        Half(Direction.BACKWARD, backward.chained),
+        Half(Direction.FORWARD, forward.chained),
+    ]
+    return forward.chained.chains.launch(halves, capture, order=partner)
 
 
 class _CommMemories:

@@ -18,6 +18,8 @@ from torch.nn import Parameter
 from megatron_ampipe.runtime.block_functions import BlockState
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.graph_chain import ChainedPass, Half, StackPasses
+from megatron_ampipe.runtime.graph_set import GraphSet
 from megatron_ampipe.runtime.graphs import TapeGraphs
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -70,7 +72,7 @@ class StackCall:
         run: What runs them.
         parameters: The parameters of each block.
         keep_graph: Whether there will be a backward pass.
-        graphs: CUDA graphs of the tapes, if any.
+        graphs: CUDA graphs of the tapes, or what a chain of graphs of a step needs of them, if any.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class StackCall:
         *,
         parameters: Sequence[BlockParameters],
         keep_graph: bool,
-        graphs: TapeGraphs | None = None,
+        graphs: TapeGraphs | StackPasses | None = None,
     ) -> None:
         self.tapes, self.executor, self.recorder = tapes, run.executor, run.recorder
         self.numbers, self.partners = run.numbers, run.partners
@@ -89,9 +91,17 @@ class StackCall:
         self._reductions = run.reductions if keep_graph else None
         comm_memory = CommMemory() if run.executor.host_waits else None
         self.state = MicroBatchState(tapes.num_slots, blocks, parameters, comm_memory)
-        self._graphs = None if graphs is None else graphs.begin(self.state)
-        # Whether both passes are one graph each, in place of some of their calls.
-        self._is_whole = self._graphs is not None and graphs is not None and graphs.is_whole
+        self._graphs: GraphSet | None = None
+        self.chained: ChainedPass | None = None
+        """Of a step with partners whose passes are graphs, or are recorded to be captured later."""
+        # Whether both passes are graphs, in place of some of their calls.
+        self._is_whole = False
+        if isinstance(graphs, TapeGraphs):
+            self._graphs = graphs.begin(self.state)
+            self._is_whole = self._graphs is not None and graphs.is_whole
+        elif graphs is not None:
+            self.chained = graphs.begin(self.state)
+            self._is_whole = self.chained is not None and self.chained.is_captured
         # How many reductions had been requested when a reducing stage's gradients were complete.
         self._asked: dict[tuple[StageKind, int], int] = {}
 
@@ -134,7 +144,8 @@ class StackCall:
             self._reductions.expect(self)
         output: Tensor = state.slots[tapes.output]
         state.slots[tapes.output] = None
-        return output if self._graphs is None else output.clone()
+        # Later graphs write to the memory of this one.
+        return output.clone() if self._graphs is not None or self._is_whole else output
 
     def begin_backward(self, gradient: Tensor) -> None:
         """Set the gradient of the output, before the first call of the backward pass."""
@@ -156,8 +167,9 @@ class StackCall:
         hidden: Tensor = state.slots[tapes.gradient]
         assert hidden is not None, "no stage has read the input of the block"
         state.slots.clear()
-        if self._graphs is not None:
+        if self._graphs is not None or self._is_whole:
             hidden = hidden.clone()
+        if self._graphs is not None:
             self._graphs.end()
         return [hidden, *self._gradients(0, half=False)[1]]
 
@@ -202,12 +214,17 @@ class StackCall:
                 text = f"{step.text(names)}\nthere are {', '.join(shapes) or 'no tensors'}"
                 error.add_note(f"{direction} pass, call {call.position}: {text}")
                 raise
+        if call.ends or call.ends_half:
+            self.end_call(direction, call)
+        return transfer
+
+    def end_call(self, direction: Direction, call: Call) -> None:
+        """Do what follows a call on the host: hand over gradients, and end its layer."""
         if call.ends_half:
             self._accumulate_param_grads(call.stage.layer, half=True)
             self._note_asked(REDUCE_EXPERTS, call.stage.layer)
         if call.ends:
             self._end_layer(direction, call.stage.layer)
-        return transfer
 
     def _end_layer(self, direction: Direction, layer: int) -> None:
         """Called when all stages of a layer have run."""
@@ -232,6 +249,12 @@ class StackCall:
         # Set once for all segments; all else works on tensors without a graph.
         with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
             tape, run = self.tapes.passes[direction], functools.partial(self.run_call, direction)
+            if self.chained is not None:
+                capture = functools.partial(self._capture_pass, direction)
+                if self.chained.chains.launch([Half(direction, self.chained)], capture):
+                    for call in tape.calls:
+                        self.end_call(direction, call)
+                    return
             if not self._is_whole:
                 self.executor.execute(tape, run, recorder, state.comm_memory)
                 return
@@ -242,17 +265,26 @@ class StackCall:
 
     def _capture_pass(self, direction: Direction) -> None:
         """Run all calls of a pass, without what the host does at the end of a layer."""
-        tape, state = self.tapes.passes[direction], self.state
-        calls = [replace(call, ends=False, ends_half=False) for call in tape.calls]
         run = functools.partial(self.run_call, direction)
         graphs, self._graphs = self._graphs, None
         try:
-            self.executor.execute(Tape(calls), run, self.recorder, state.comm_memory)
+            tape = without_ends(self.tapes.passes[direction])
+            self.executor.execute(tape, run, self.recorder, self.state.comm_memory)
         finally:
             self._graphs = graphs
         if direction is Direction.FORWARD:
-            for layer in self.tapes.for_recompute:
-                state.blocks[layer] = state.blocks[layer].for_recompute()
+            self.prepare_recompute()
+
+    def prepare_recompute(self) -> None:
+        """After the capture of a forward pass, make the states of recomputed blocks."""
+        blocks = self.state.blocks
+        for layer in self.tapes.for_recompute:
+            blocks[layer] = blocks[layer].for_recompute()
+
+
+def without_ends(tape: Tape) -> Tape:
+    """The tape without what the host does at the end of a layer, which a capture must not contain."""
+    return Tape([replace(call, ends=False, ends_half=False) for call in tape.calls])
 
 
 class _BlocksContext(Protocol):

@@ -268,9 +268,9 @@ def _ranks(num_ranks: int, scratch: Path, output: Path) -> Step:
     shows = {
         2: "layers on two ranks equal Megatron's: EP, TP, CP, interleaved pipeline stages, the exchange "
         "`ranks`, fp32 and bf16, two degrees, placed reductions, partners, graphs in 1F1B order (of stages; "
-        "of whole passes, with a budget that is exceeded), after an exception, after an evaluation, "
-        "Transformer Engine with its separate weight gradients (accumulated over chunks, with and without "
-        "fusion); whether the host waits with tensor parallelism",
+        "of whole passes, also with partners, with a budget that is exceeded), after an exception, after an "
+        "evaluation, Transformer Engine with its separate weight gradients (accumulated over chunks, with "
+        "and without fusion); whether the host waits with tensor parallelism",
         4: "the same for the exchanges `nodes` and `2dh`, TP x EP, PP x EP, experts over tensor-parallel "
         "ranks, CP on four ranks",
     }

@@ -649,6 +649,23 @@ FIXED_ROWS = cases("fixed-", {"fixed_rows": True, "model": LARGE}, {
     "tp-experts-lancet": {"parallel": TP_EXPERTS, "schedule": "lancet", "degree": 2},
 })  # fmt: skip
 
+FIXED_HYBRID = cases("fixed-hybridep-", {"fixed_rows": True, "stock": ALL_TO_ALL, "model": LARGE | HYBRID}, {
+    "degree2": {"degree": 2},
+    "two-degrees-shared": TWO_DEGREES | {"batch": 4, "model": LARGE | HYBRID | SHARED},
+    "ep4": {"world_size": 4, "model": LARGE | HYBRID | {"num_moe_experts": 8}},
+    "one-expert-each": {"model": HYBRID | {"num_moe_experts": 2}},
+    "bias-capacity": {"model": TIGHT | BIASED_EXPERTS | HYBRID},
+    "probs-on-input": {"model": HYBRID | {"moe_apply_probs_on_input": True}},
+    "stack-recompute": RECOMPUTED | {"model": LARGE | HYBRID},
+    "recompute-moe-lancet": {"schedule": "lancet", "degree": 2, "model": LARGE | HYBRID | MOE_AGAIN},
+    "memory-cuda": {
+        "memory": "offload/keep/rebuild/S3", "executor": "cuda", "layers": "mm", "stack": 0,
+    },
+    "latent": {"model": LATENT_EXPERTS | HYBRID | AUX | Z},
+    "tp-experts": {"parallel": TP_EXPERTS, "schedule": "moe-only"},
+})  # fmt: skip
+FIXED_ROWS += FIXED_HYBRID
+
 PARITY += CHANGED + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
 PARITY += PERMUTED + AGAIN + DELTA_NETS

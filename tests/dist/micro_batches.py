@@ -30,7 +30,7 @@ def run_passes(
     """Run the forward and the backward pass of each micro-batch, which are told its number.
 
     With ``partner`` the passes of AMPipe's layers meet as in Megatron's loop: the first forward and the last
-    backward pass run alone.
+    backward pass run alone. Graphs of whole passes need the ``Partners`` of earlier steps, in the context.
     """
     if partner is None:
         for microbatch in range(number):
@@ -38,7 +38,8 @@ def run_passes(
             back(microbatch)
         return
     context = getattr(layer, "layers", [layer])[0]._block.context
-    usual, context.partners = context.pipeline, Partners()
+    usual, before = context.pipeline, context.partners
+    context.partners = before or Partners()
     if usual.splits_weights:
         partner = replace(partner, schedule=usual.schedule)
     context.partners.partner = partner
@@ -49,17 +50,37 @@ def run_passes(
         )
         ahead(microbatch)
 
-    pipelined(0)
-    for microbatch in range(1, number):
-        context.partners.run(
-            functools.partial(pipelined, microbatch), functools.partial(back, microbatch - 1)
-        )
-    back(number - 1)
-    context.pipeline, context.partners = usual, None
+    context.partners.graphs.begin_step(number)
+    try:
+        pipelined(0)
+        for microbatch in range(1, number):
+            context.partners.run(
+                functools.partial(pipelined, microbatch), functools.partial(back, microbatch - 1)
+            )
+        back(number - 1)
+        context.partners.graphs.end_step()
+    finally:
+        context.partners.graphs.give_up_step()
+        context.pipeline, context.partners = usual, before
 
 
-def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) -> dict[str, torch.Tensor]:
-    """The output and the input gradient of every micro-batch, and what all of them have summed."""
+def step(
+    layer: torch.nn.Module,
+    case: Case,
+    *,
+    partner: Partner | None = None,
+    number: int = NUM_MICROBATCHES,
+    first: int = 0,
+) -> dict[str, torch.Tensor]:
+    """The output and the input gradient of every micro-batch, and what all of them have summed.
+
+    Args:
+        layer: Megatron's layer or layers, or AMPipe's.
+        case: The case.
+        partner: How passes with a partner run; None to run micro-batches one after another.
+        number: Of micro-batches.
+        first: How many micro-batches, with other inputs, earlier steps had.
+    """
     logged_losses.zero()
     parameter = next(layer.parameters())
     passes: list[Any] = []
@@ -67,7 +88,7 @@ def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) 
 
     def ahead(microbatch: int) -> None:
         # Tensor-parallel ranks share ids, and their number divides this one.
-        rank = torch.distributed.get_rank() + 8 * microbatch
+        rank = torch.distributed.get_rank() + 8 * (first + microbatch)
         inputs = inputs_of(case, rank=rank, device=parameter.device.type, dtype=parameter.dtype)
         routing_records.prescribe(layer, case, microbatch)
         passes.append((inputs.gradient, *forward(layer, inputs)))
@@ -80,7 +101,7 @@ def step(layer: torch.nn.Module, case: Case, *, partner: Partner | None = None) 
         found[f"input gradient {microbatch}"] = hidden.grad
 
     with routing_records.in_micro_batches(layer, case):
-        run_passes(layer, ahead, back, partner=partner)
+        run_passes(layer, ahead, back, number=number, partner=partner)
     return found | summed_results(layer)
 
 

@@ -42,7 +42,7 @@ class RankCase:
         shows: What it shows, in the table.
         way: What is run of both layers; see :data:`WAYS`.
         case: The layers.
-        partner: How micro-batches meet, in the way ``partners``.
+        partner: How micro-batches meet, in the ways ``partners`` and ``chains``.
         needs: A module without which it is skipped.
     """
 
@@ -118,6 +118,10 @@ OF_TWO = [
         "CUDA graphs of whole passes, 1F1B, one budget exceeded", "graphs",
         dataclasses.replace(_STACK, name="whole-passes", fixed_rows=True),
     ),
+    RankCase(
+        "CUDA graphs of whole passes with partners, one budget exceeded", "chains",
+        dataclasses.replace(_STACK, name="whole-passes", degree=2, fixed_rows=True), _FORM,
+    ),
     RankCase("partners", "partners", _of_parity("stack-ddmm"), _FORM),
     RankCase("partners", "partners", _of_parity("degree4-ampipe-thread"), Partner(2)),
     RankCase("Transformer Engine", "passes", _of_engine("engine-ep2"), needs=_TE),
@@ -166,7 +170,7 @@ OF_FOUR = [
 ]  # fmt: skip
 CASES = {ranks: tuple(chosen) for ranks, chosen in ((2, OF_TWO), (4, OF_FOUR))}
 """By number of ranks, in the order in which they run."""
-ONE_THREAD = ("partners",)
+ONE_THREAD = ("partners", "chains")
 """Ways of which the stand-ins for CUDA do not know where tensors are: those know one thread."""
 QUICK = ("passes: top2-several", "partners: stack-ddmm", "passes: rows-stack-lancet")
 """A few that have several communicators, for runs that only have to show whether they end."""
@@ -280,6 +284,10 @@ def _stand_ins(one: RankCase, *, on_gpu: bool) -> Iterator[None]:
             from tests import cuda_standin
 
             stack.enter_context(cuda_standin.stand_ins())
+        elif not on_gpu:
+            from tests import cuda_graph_standin
+
+            stack.enter_context(cuda_graph_standin.stand_ins())
         yield
 
 
@@ -474,6 +482,48 @@ def _partners(one: RankCase) -> Found:
     return differences(step(stock, one.case), step(ours, one.case, partner=one.partner))
 
 
+def _chains(one: RankCase) -> Found:
+    """Steps of three micro-batches as chains of graphs: one is recorded, one captured, the others replayed.
+
+    The last but one exceeds a budget, and is repeated with exact rows.
+    """
+    import torch
+
+    from megatron_ampipe.runtime.partners import Partners
+    from tests.dist.blocks import capture, differences
+    from tests.dist.micro_batches import step
+    from tests.dist.test_fixed_rows import fixed_rows_of
+    from tests.dist.test_whole_graphs import change_weights, context_of, set_budgets, use_budget
+
+    stock, ours = _layers(one.case)
+    capture(ours, {"full"}, warm_up=1)
+    context, rows = context_of(ours), fixed_rows_of(ours)
+    context.partners, rows.is_watched = Partners(), True
+    step(ours, one.case, partner=one.partner)
+    set_budgets(rows, device="cuda")
+    found = {}
+    for number in range(6):
+        rows.is_active = True
+        if number == 4:
+            usual = rows._chunks[-1].budget
+            use_budget(rows._chunks[-1], lambda count: count // 8, device="cuda")
+            rows.begin_step()
+            step(ours, one.case, partner=one.partner)
+            found["exceeded, in place of 1"] = 1.0 - rows.overflow(torch.device("cuda")).item()
+            rows.is_active = False
+            rows._chunks[-1].use(usual, torch.device("cuda"))
+        for layer in (stock, ours):
+            layer.zero_grad()
+        results = (
+            step(stock, one.case, first=10 * number),
+            step(ours, one.case, partner=one.partner, first=10 * number),
+        )
+        found |= {f"{name}, step {number}": value for name, value in differences(*results).items()}
+        change_weights(stock, ours)
+    assert context.partners.graphs._chain.links, "graphs were captured"
+    return found
+
+
 def _waits(one: RankCase) -> Found:
     """torch raises where the host waits for the device, but for AMPipe's event of the counts."""
     import torch
@@ -507,6 +557,7 @@ WAYS: dict[str, Callable[[RankCase], Found]] = {
     "reductions": _reductions,
     "graphs": _graphs,
     "partners": _partners,
+    "chains": _chains,
     "waits": _waits,
     "interleaved": _interleaved_step,
 }

@@ -329,8 +329,5 @@ def test_steps_of_megatron_alone_equal_its_layers(tmp_path: Path) -> None:
     # Nothing is dropped without a word.
     kinds = {kind.name for kind in step_kinds.KINDS}
     assert kinds == differences.keys() | found["left out"].keys()
-    left_out = {"megatron, overlapped, CUDA graphs": "needs layers of Transformer Engine"}
-    if not step_kinds.HAS_JOINT_GRAPHS:
-        left_out[step_kinds.PARTNERS_WHOLE] = f"needs {step_kinds.JOINT}"
-    assert found["left out"] == left_out
+    assert found["left out"] == {"megatron, overlapped, CUDA graphs": "needs layers of Transformer Engine"}
     assert not differences.keys() & found["left out"].keys()

@@ -48,6 +48,7 @@ def test_the_gpu_tests_pass_on_stand_ins_for_cuda() -> None:
         "test_every_block_moves_its_share",
         "test_partners_equal_stock_in_fp32",
         "test_partners_equal_the_sequence_of_stages",
+        "test_steps_with_partners_equal_stock",
         "test_the_host_has_less_to_do",
         "test_transformer_engine_delays_weight_gradients",
         "test_transformer_engine_under_overlapped_reduction",
@@ -171,6 +172,7 @@ REQUIRED = {
     "tensor parallel (TP2 x EP2)", "context parallel (CP2)", "interleaved pipeline stages",
     "bf16, prescribed experts", "placed reductions", "partners", "CUDA graphs, 1F1B",
     "CUDA graphs of whole passes, 1F1B, one budget exceeded", "an exception halfway",
+    "CUDA graphs of whole passes with partners, one budget exceeded",
     "evaluation between", "Transformer Engine", "Transformer Engine, separate weight gradients",
     "the host waits for nothing (TP2)",
 }  # fmt: skip

@@ -1,18 +1,31 @@
 """Blocks whose passes are one CUDA graph each, over a stand-in for graphs, compared with stock."""
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ampipe.schedule import KEEP
-from tests import cuda_graph_standin
-from tests.dist.cases import FIXED_ROWS, GLOBAL_AUX, LARGE, LATENT_EXPERTS, SHARED, TP, Case
-from tests.dist.test_cuda_graphs import INTERLEAVED, MOVED, ORDERS
+from megatron_ampipe.schedule import KEEP, Partner
+from tests import cuda_graph_standin, deep_ep_standin
+from tests.dist.cases import (
+    ALL_TO_ALL,
+    FIXED_ROWS,
+    GLOBAL_AUX,
+    HYBRID,
+    LARGE,
+    LATENT_EXPERTS,
+    SHARED,
+    TP,
+    Case,
+)
+from tests.dist.test_cuda_graphs import INTERLEAVED, MOVED, ORDERS, move_parameters
 
 TOLERANCE = 1e-5
 PASSES = 5
@@ -21,7 +34,9 @@ OPTIONS: dict[str, Any] = {"fixed_rows": True, "executor": "sequential"}
 STACK = OPTIONS | {"layers": "mm", "stack": 0}
 _ALIKE = (
     "degree2", "stack2", "one-expert-each", "probs-on-input", "odd-ffn", "lancet", "lancet-uncut",
-    "ep4-degree2", "latent", "layernorm-moe", "tp-experts-lancet",
+    "ep4-degree2", "latent", "layernorm-moe", "tp-experts-lancet", "hybridep-degree2",
+    "hybridep-one-expert-each", "hybridep-bias-capacity", "hybridep-probs-on-input", "hybridep-latent",
+    "hybridep-tp-experts",
 )  # fmt: skip
 """Cases that capture nothing that no other case has."""
 CASES = [
@@ -47,6 +62,7 @@ CASES = [
 def _stand_ins() -> Any:
     from megatron_ampipe.exchange import fixed_rows
 
+    deep_ep_standin.install()
     with cuda_graph_standin.stand_ins(), mock.patch.object(fixed_rows, "PADDING", math.nan):
         yield
 
@@ -77,6 +93,11 @@ def use_budget(chunk: Any, change: Any, *, device: str = "cpu") -> None:
     """Change the number of rows of each pair of ranks."""
     rows = tuple(tuple(map(change, row)) for row in chunk.budget.rows)
     chunk.use(dataclasses.replace(chunk.budget, rows=rows), torch.device(device))
+
+
+def context_of(ours: Any) -> Any:
+    """What AMPipe's layers share."""
+    return getattr(ours, "layers", [ours])[0]._block.context
 
 
 def exceeds(state: Any) -> bool:
@@ -164,10 +185,12 @@ def test_several_micro_batches_in_flight(orders: list[str], stack: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen() -> None:
+@pytest.mark.parametrize("model", [LARGE, LARGE | HYBRID], ids=["alltoall", "hybridep"])
+def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen(model: dict[str, Any]) -> None:
+    from megatron_ampipe.exchange.flex import HybridEPTransport
     from tests.dist.blocks import inputs_of, run, wrong
 
-    case = Case("budgets", degree=2, layers="mm", stack=1, model=LARGE, **OPTIONS)
+    case = Case("budgets", degree=2, layers="mm", stack=1, model=model, stock=ALL_TO_ALL, **OPTIONS)
     stock, ours, state = captured(case)
     rank = torch.distributed.get_rank()
 
@@ -202,8 +225,17 @@ def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen() -> 
     state.is_active = False
     assert step(5) == ({}, 0)
     state.is_active = True
-    use_budget(state._chunks[-1], lambda rows: 32)
+    use_budget(state._chunks[-1], lambda rows: 64)
     assert step(5) == ({}, 4) and not exceeds(state)
+    # A pass of longer sequences, for which HybridEP replaces the memory that graphs use.
+    graphs = [weakref.ref(graph) for graph in cuda_graph_standin.CAPTURED]
+    state.is_active = False
+    with mock.patch.object(HybridEPTransport, "_most_tokens", 16):
+        run(ours, dataclasses.replace(case, sequence_length=64), rank=rank)
+    state.is_active = True
+    assert step(6) == ({}, 4)
+    num_kept = sum(graph() is not None for graph in graphs)
+    assert num_kept == (0 if "moe_flex_dispatcher_backend" in model else len(graphs))
 
 
 def move_losses(layer: torch.nn.Module) -> None:
@@ -241,13 +273,8 @@ def test_graphs_whose_memory_has_moved_are_captured_again(case: Case, move: Any)
     assert len(cuda_graph_standin.REPLAYS) == 2 * (PASSES - 2)
 
 
-@pytest.mark.ranks(2)
-def test_hooks_of_parameters_run_in_every_pass_and_in_its_order() -> None:
-    """What waits for parameters before the launch, and what starts reductions after it."""
-    from tests.dist.blocks import run
-
-    case = Case("hooks", degree=2, model=LARGE | SHARED, **STACK)
-    _, ours, state = captured(case)
+def note_hooks(layer: torch.nn.Module) -> list[str]:
+    """A list to which hooks of parameters write: before their module runs, and when they have a gradient."""
     called: list[str] = []
 
     def noting(name: str) -> Any:
@@ -255,11 +282,22 @@ def test_hooks_of_parameters_run_in_every_pass_and_in_its_order() -> None:
         hook.__module__ = "megatron.core.distributed.test"
         return hook
 
-    for name, module in ours.named_modules():
+    for name, module in layer.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(noting(f"before {name}"))
-    for name, parameter in ours.named_parameters():
+    for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(noting(f"gradient of {name}"))
+    return called
+
+
+@pytest.mark.ranks(2)
+def test_hooks_of_parameters_run_in_every_pass_and_in_its_order() -> None:
+    """What waits for parameters before the launch, and what starts reductions after it."""
+    from tests.dist.blocks import run
+
+    case = Case("hooks", degree=2, model=LARGE | SHARED, **STACK)
+    _, ours, state = captured(case)
+    called = note_hooks(ours)
     by_pass: list[tuple[set[str], list[str]]] = []
     for number in range(PASSES):
         called.clear()
@@ -271,3 +309,156 @@ def test_hooks_of_parameters_run_in_every_pass_and_in_its_order() -> None:
     before, gradients = by_pass[0]
     assert len(before) > 10 and len(gradients) == len({*gradients}) > 10
     assert by_pass == [by_pass[0]] * PASSES
+
+
+NUM_MICROBATCHES = 4
+PARTNERED = {
+    "stack": (Partner(), {}, 0),
+    "degree2": (Partner(2), {}, 0),
+    "lancet-recomputed": (Partner(), {"schedule": "lancet", "recompute": 1}, 0),
+    "fused": (Partner(), {"model": LARGE | {"gradient_accumulation_fusion": True}}, 1),
+    "cuda-executor": (Partner(), {"executor": "cuda"}, 1),
+}
+"""Partner, what is changed in the case, and layers that share a schedule."""
+
+
+class Steps:
+    """Steps of micro-batches with partners, each compared with the same step of Megatron's layers."""
+
+    def __init__(self, case: Case, partner: Partner) -> None:
+        from megatron_ampipe.runtime.partners import Partners
+
+        self.case, self.partner = case, partner
+        self.stock, self.ours, self.state = captured(case)
+        context_of(self.ours).partners = Partners()
+        self._num_steps = 0
+        self.found: dict[str, torch.Tensor] = {}
+
+    def run(self, number: int = NUM_MICROBATCHES) -> tuple[dict[str, float], int]:
+        """What differs from stock, and how many graphs were replayed; then change weights."""
+        from tests.dist.blocks import wrong
+        from tests.dist.micro_batches import step
+
+        self._num_steps += 1
+        self.state.begin_step()
+        before = len(cuda_graph_standin.REPLAYS)
+        zero_main_grads(self.stock, self.ours)
+        for layer in (self.stock, self.ours):
+            layer.zero_grad()
+        options: dict[str, Any] = {"number": number, "first": 100 * self._num_steps}
+        expected = step(self.stock, self.case, **options)
+        self.found = step(self.ours, self.case, partner=self.partner, **options)
+        change_weights(self.stock, self.ours)
+        return wrong(expected, self.found, TOLERANCE), len(cuda_graph_standin.REPLAYS) - before
+
+    @property
+    def links(self) -> list[Any]:
+        """The graphs of the step that was run last, in the order of their captures."""
+        return context_of(self.ours).partners.graphs._chain.links  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", PARTNERED)
+def test_a_step_with_partners_is_a_chain_of_graphs(name: str) -> None:
+    partner, changes, stack = PARTNERED[name]
+    steps = Steps(dataclasses.replace(IN_FLIGHT, stack=stack, **changes), partner)
+    called = note_hooks(steps.ours)
+    # The first forward pass and the last backward pass are alone.
+    per_step = (NUM_MICROBATCHES + 1) * (1 if stack == 0 else 2)
+    returned: list[tuple[torch.Tensor, torch.Tensor]] = []
+    orders: list[list[str]] = []
+    waits: list[set[str]] = []
+    for number in range(PASSES):
+        called.clear()
+        assert steps.run() == ({}, per_step if number > 1 else 0), f"step {number}"
+        if number == 0:
+            set_budgets(steps.state)
+        assert not exceeds(steps.state), "the budgets of the test are too small"
+        returned += [(tensor, tensor.clone()) for tensor in steps.found.values()]
+        orders.append([name for name in called if name.startswith("gradient")])
+        waits.append({*called} - {*orders[-1]})
+    assert all(torch.equal(*pair) for pair in returned), "a later step overwrites what a step has returned"
+    assert len({*cuda_graph_standin.REPLAYS}) == 1 and cuda_graph_standin.num_reused()
+    # Steps without graphs, too.
+    assert len(orders[0]) > 10 * NUM_MICROBATCHES and orders == [orders[0]] * PASSES
+    assert len(waits[0]) > 10 and waits == [waits[0]] * PASSES
+    # Graphs that were replayed in another order would read what others have written over: even indices.
+    links, num_stacks = steps.links, per_step // (NUM_MICROBATCHES + 1)
+    links[num_stacks], links[2 * num_stacks] = links[2 * num_stacks], links[num_stacks]
+    with pytest.raises(IndexError, match="index out of range"):
+        steps.run()
+
+
+def pool_bytes(pool: Any) -> int:
+    """The memory of a pool."""
+    return sum(len(block.memory) for block in cuda_graph_standin.POOLS[pool])
+
+
+def move_all(layer: torch.nn.Module) -> None:
+    """Parameters, and what routers log."""
+    move_parameters(layer)
+    move_losses(layer)
+
+
+@contextlib.contextmanager
+def third_micro_batch(layer: torch.nn.Module, change: Any) -> Iterator[None]:
+    """The inputs of the third micro-batch of a step are changed."""
+    from tests.dist import micro_batches
+
+    forward, calls = micro_batches.forward, itertools.count()
+
+    def run(called: torch.nn.Module, inputs: Any) -> Any:
+        is_third = called is layer and next(calls) == 2
+        return forward(called, change(inputs) if is_third else inputs)
+
+    with mock.patch.object(micro_batches, "forward", run):
+        yield
+
+
+def fail(_inputs: Any) -> Any:
+    raise RuntimeError("halfway")
+
+
+def shorten(inputs: Any) -> Any:
+    """As a loop that gives micro-batches of several lengths."""
+    return inputs._replace(hidden=inputs.hidden.detach()[:-8].requires_grad_(), rotary=inputs.rotary[:-8])
+
+
+@pytest.mark.ranks(2)
+def test_the_graphs_of_a_step_with_partners_are_captured_again() -> None:
+    steps = Steps(dataclasses.replace(IN_FLIGHT, stack=1), Partner())
+    state = steps.state
+    full = 2 * (NUM_MICROBATCHES + 1)
+    assert steps.run() == ({}, 0)
+    set_budgets(state)
+    assert [steps.run() for _ in range(3)] == [({}, 0), ({}, full), ({}, full)]
+    first = [weakref.ref(link.graph) for link in steps.links]
+    use_budget(state._chunks[0], lambda rows: rows + 1)
+    assert [steps.run() for _ in range(2)] == [({}, full)] * 2
+    assert not any(graph() for graph in first) and len(cuda_graph_standin.CAPTURED) == full
+    move_all(steps.stock)
+    move_all(steps.ours)
+    assert [steps.run() for _ in range(2)] == [({}, full)] * 2
+    # A step with fewer micro-batches has other graphs, and those of the others stay.
+    assert [steps.run(2) for _ in range(3)] == [({}, 0), ({}, 6), ({}, 6)]
+    kept = [*cuda_graph_standin.CAPTURED]
+    # Later passes use memory that earlier ones have freed.
+    few, many = sorted(pool_bytes(pool) for pool in {graph.pool for graph in kept})
+    assert many < 1.5 * few
+    assert steps.run() == ({}, full) and len(kept) == len(cuda_graph_standin.CAPTURED) == full + 6
+    assert not exceeds(state)
+    # An exceeded budget is seen. The repeat has exact rows and no graphs, and the next step begins anew.
+    use_budget(state._chunks[-1], lambda rows: rows // 8)
+    for _ in range(2):
+        _, replayed = steps.run()
+        assert replayed == full and exceeds(state)
+    state.is_active = False
+    assert steps.run() == ({}, 0)
+    state.is_active = True
+    use_budget(state._chunks[-1], lambda rows: 64)
+    assert [steps.run() for _ in range(2)] == [({}, full)] * 2 and not exceeds(state)
+    # Also after a step that has failed halfway, or in which a micro-batch has another shape.
+    for change, message in ((fail, "halfway"), (shorten, "pass 5 of this step is another one than")):
+        with third_micro_batch(steps.ours, change), pytest.raises((RuntimeError, ValueError), match=message):
+            steps.run()
+        assert steps.run() == ({}, full)

@@ -13,7 +13,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_ampipe.schedule import Partner
 from tests.dist.cases import AUX, SHARED, Case, Z
+from tests.dist.one_device import WAYS, RankCase, tolerance
 from tests.gpu.test_cuda import (
     BF16_BOUND,
     IN_BF16,
@@ -76,6 +78,14 @@ def test_replays_equal_stock(case: Case) -> None:
         with torch.no_grad():
             for of_stock, of_ours in zip(stock.parameters(), ours.parameters(), strict=True):
                 of_ours.copy_(of_stock.mul_(0.9))
+
+
+@pytest.mark.parametrize("case", [WHOLE_PASSES[2], WHOLE_PASSES[4]], ids=lambda case: case.name)
+def test_steps_with_partners_equal_stock(case: Case) -> None:
+    """Chains of graphs; see ``tests/dist/one_device.py``."""
+    one = RankCase("", "chains", case, Partner())
+    found = WAYS[one.way](one)
+    assert {name: value for name, value in found.items() if not value <= tolerance(case)} == {}
 
 
 def test_under_data_parallelism() -> None:

@@ -85,13 +85,27 @@ def tensor_overlap() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def hybridep() -> Iterator[None]:
+    """HybridEP's buffers, and Megatron's flex dispatcher without a GPU."""
+    from tests import deep_ep_standin
+
+    deep_ep_standin.install()
+    from megatron.core.transformer.moe import fused_a2a
+
+    dispatchers = {"--moe-token-dispatcher-type": ("alltoall", "flex")}
+    with mock.patch.dict(host.SUPPORTED_VALUES, dispatchers):
+        yield
+    fused_a2a.reset_hybrid_ep_buffer()
+
+
 SMALL_BUDGETS = 7
 """From this ``--ampipe-rows-margin`` on, :func:`overflows` makes some budgets too small."""
 
 
 @contextlib.contextmanager
 def overflows() -> Iterator[None]:
-    """Some budgets of ``--ampipe-rows fixed`` are too small: each time those of other chunks.
+    """Some budgets of ``--ampipe-rows fixed`` are too small: each time those of other chunks. With HybridEP.
 
     Only those of the first two ranks, so that others have to be told.
     """
@@ -108,17 +122,26 @@ def overflows() -> Iterator[None]:
             small = tuple(tuple(count // 32 for count in row) for row in chunk.budget.rows)
             chunk.use(fixed_rows.RowBudget(small), chunk.window.device)
 
-    with mock.patch.object(fixed_rows.ChunkRows, "learn", learn_less):
+    with hybridep(), mock.patch.object(fixed_rows.ChunkRows, "learn", learn_less):
         yield
 
 
 @contextlib.contextmanager
 def whole_graphs() -> Iterator[None]:
-    """Both of these, and transfers on the calling thread, the only one that a capture sees."""
+    """Both of these, and transfers on the calling thread, the only one that a capture sees.
+
+    With partners, a step of four micro-batches is two chains of graphs.
+    """
+    from megatron_ampipe.launch import partners
     from megatron_ampipe.layers import block_stack
     from megatron_ampipe.runtime.executors import SequentialExecutor
 
-    with graphs(), overflows(), mock.patch.object(block_stack, "ThreadExecutor", SequentialExecutor):
+    with (
+        graphs(),
+        overflows(),
+        mock.patch.object(block_stack, "ThreadExecutor", SequentialExecutor),
+        mock.patch.object(partners, "MAX_CHAIN", 3),
+    ):
         yield
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.recorded_routing import read_routing
+from megatron_ampipe.schedule import Pipeline, period
+from tests.golden.write import BLOCKS, schedule_of
 from tests.megatron.launcher import MOCK_DATA, Run, assert_same_digits, runs_of
 from tests.megatron.stand_ins import SMALL_BUDGETS
 from tests.megatron.trainings import COMMON, EP, FOUR_LAYERS, LLAMA, OVERLAPS, PP, SHARED
@@ -27,6 +30,8 @@ LINES = {
     "small": f"{FIXED} {SMALL_BUDGETS}",
 }
 PLACED = "--ampipe-grad-reduce placed --ddp-bucket-size 1000 "
+WITHOUT_DRAWS = STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 ", "")
+CAPTURED = EP + LLAMA + SHARED + FOUR_LAYERS + OVERLAPS + WITHOUT_DRAWS
 KINDS = {
     # Two groups of expert-parallel ranks, of which one exceeds budgets. Parameters are gathered and gradients
     # reduced during the passes, of the repeat too.
@@ -40,15 +45,29 @@ KINDS = {
     "interleaved": PP + STATE + OVERLAPS + PLACED + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
     "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
     # Whole passes as CUDA graphs, which draw no random numbers. Hooks run around their launches.
-    "graphs": EP
-    + LLAMA
-    + SHARED
-    + FOUR_LAYERS
-    + OVERLAPS
-    + STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 ", "")
-    + "--ampipe-degree 2 --ampipe-stack 2 ",
+    "graphs": CAPTURED + "--ampipe-degree 2 --ampipe-stack 2 ",
+    # Two micro-batches in one graph. A step of four is two chains: no digit may depend on who has a partner.
+    "partners": CAPTURED + "--ampipe-degree 2 --ampipe-stack 2 --ampipe-schedule lancet --ampipe-partner "
+    "--ampipe-partner-degree 2 ",
+    "virtual": PP + WITHOUT_DRAWS + OVERLAPS + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
+    "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
 }
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+KINDS |= {
+    # A rank that drops rows tells the others.
+    "hybridep": KINDS["pipeline"].replace("redispatch/S3", "offload/S3") + FLEX,
+    "hybridep-graphs": KINDS["graphs"] + FLEX,
+}
+WITH_GRAPHS = ("graphs", "hybridep-graphs", "partners", "virtual")
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
+TRIED = 45
+"""Iterations that are enough to choose a degree: each is tried three times before it is timed three times."""
+AUTO = {
+    "stock": "",
+    "fixed": f"--ampipe-degree auto {FIXED} 3",
+    "small": f"--ampipe-degree auto {FIXED} {SMALL_BUDGETS} --ampipe-save-plan {{folder}}/chosen.yaml",
+}
+"""The same training with stock layers, and with degrees that are tried."""
 
 
 LAUNCHES = {
@@ -58,9 +77,13 @@ LAUNCHES = {
     "pipeline": (4, "overflows"),
     "interleaved": (2, "overflows"),
     "graphs": (2, "whole_graphs"),
+    "hybridep": (4, "overflows"),
+    "hybridep-graphs": (2, "whole_graphs"),
+    "partners": (2, "whole_graphs"),
+    "virtual": (2, "whole_graphs"),
 }
 """Ranks and stand-ins of each kind."""
-WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs")
+WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs", "hybridep-graphs", "partners")
 """Of these, a run that never exceeds a budget is compared, too."""
 
 
@@ -83,14 +106,40 @@ def runs(folder: Path) -> dict[str, Run]:
                 *MOCK_DATA,
                 *shlex.split(flags.format(folder=folder / line) + LINES[line]),
                 *("--train-iters", str(NUM_ITERATIONS)),
-                *(shlex.split(GRAPHS) if kind == "graphs" and line != "exact" else []),
+                *(shlex.split(GRAPHS) if kind in WITH_GRAPHS and line != "exact" else []),
             ]
             for kind, flags in KINDS.items()
             for line in lines_of(kind)
             if LAUNCHES[kind] == (num_ranks, stand_ins)
         }
+        if (num_ranks, stand_ins) == (2, "overflows"):
+            words |= {
+                f"auto {line}": [
+                    *COMMON,
+                    *MOCK_DATA,
+                    *shlex.split(EP + LLAMA + AUTO[line].format(folder=folder)),
+                    *("--train-iters", str(TRIED)),
+                ]
+                for line in AUTO
+            }
+        if stand_ins == "whole_graphs":
+            words["graphs plan"] = with_plan(words["graphs fixed"], folder / "plan.yaml")
         found |= runs_of(words, num_ranks=num_ranks, stand_ins=stand_ins)
     return found
+
+
+def with_plan(words: list[str], path: Path) -> list[str]:
+    """The same run by a plan of a file."""
+    # Router losses and shared experts.
+    _, layers, _ = schedule_of(BLOCKS["shared"], {"schedule": "ampipe", "degree": 2, "layers": 2})
+    order = period(Pipeline.of(2).schedule_of(layers[:1]))
+    pipeline = Pipeline.of(2, stack=2, shares=(0.5, 0.5), order=order)
+    plan = Plan(pipeline=pipeline, reason="of a test")
+    plan.write(path, head="a test")
+    given = shlex.split("--ampipe-degree 2 --ampipe-stack 2")
+    start = words.index(given[0])
+    assert words[start : start + len(given)] == given
+    return [*words[:start], *words[start + len(given) :], "--ampipe-plan", str(path)]
 
 
 def steps_of(run: Run) -> tuple[int, int]:
@@ -128,15 +177,49 @@ def test_a_repeated_step_is_recorded_once(runs: dict[str, Run], folder: Path) ->
     assert small == exact
 
 
-def test_whole_passes_are_replayed_on_every_rank(runs: dict[str, Run]) -> None:
+def test_degrees_are_tried_with_budgets_that_each_has_learned(runs: dict[str, Run], folder: Path) -> None:
+    stock, fixed, small = (runs[f"auto {line}"] for line in AUTO)
+    for run in (fixed, small):
+        assert run.losses == {name: pytest.approx(values, rel=2e-4) for name, values in stock.losses.items()}
+        assert re.search(r"AMPipe: input of 32 rows x 1: degree .* an iteration spent", run.output)
+        assert "trying degrees 1, 2, 4, one per iteration, for up to 37 iterations" in run.output
+    assert steps_of(fixed) == (TRIED - 2, 0)
+    assert steps_of(small)[1] > 0
+    saved = Plan.read(folder / "chosen.yaml").made_for
+    assert saved is not None and saved["rows_margin"] == SMALL_BUDGETS
+
+
+def test_a_plan_is_run_with_whole_passes(runs: dict[str, Run]) -> None:
+    planned, fixed = runs["graphs plan"], runs["graphs fixed"]
+    assert planned.says("CUDA graphs whole passes") and planned.says("read from")
+    assert planned.logged == fixed.logged and steps_of(planned) == steps_of(fixed)
+    assert re.findall(r"replays: (\d+)", planned.output) == re.findall(r"replays: (\d+)", fixed.output)
+
+
+@pytest.mark.parametrize("kind", ["graphs", "hybridep-graphs"])
+def test_whole_passes_are_replayed_on_every_rank(kind: str, runs: dict[str, Run]) -> None:
     """Two stacks, both directions, four micro-batches of a rank in each step with budgets."""
-    exact, fixed, small = (
-        [int(count) for count in re.findall(r"replays: (\d+)", runs[f"graphs {line}"].output)]
-        for line in LINES
-    )
-    assert exact == [0, 0] and runs["graphs fixed"].says("CUDA graphs whole passes")
+    exact, fixed, small = (replays_of(runs[f"{kind} {line}"]) for line in LINES)
+    assert exact == [0, 0] and runs[f"{kind} fixed"].says("CUDA graphs whole passes")
     per_step = 2 * 2 * 4
     # The first pass of each stack warms up.
     assert fixed == [(NUM_ITERATIONS - 2) * per_step - 4] * 2
     # Budgets that a repeat has changed are captured again; a repeat itself runs without graphs.
     assert small[0] == small[1] and 0 < small[0] <= fixed[0]
+
+
+def replays_of(run: Run) -> list[int]:
+    """The graphs that each rank has replayed."""
+    return sorted(int(count) for count in re.findall(r"replays: (\d+)", run.output))
+
+
+def test_passes_with_partners_are_replayed_in_every_step(runs: dict[str, Run]) -> None:
+    # Two chains of two micro-batches and two stacks; the first chain is recorded.
+    per_chain = 2 * 3
+    expected = (NUM_ITERATIONS - 2) * 2 * per_chain - per_chain
+    for line in ("fixed", "small"):
+        assert replays_of(runs[f"partners {line}"]) == [expected] * 2, line
+    # Of 16 forward passes of a pipeline rank, three or five have no partner. One step is recorded.
+    per_step = [32 - (16 - 5), 32 - (16 - 3)]
+    expected_of_ranks = sorted((NUM_ITERATIONS - 3) * count for count in per_step)
+    assert replays_of(runs["virtual small"]) == expected_of_ranks

@@ -26,6 +26,7 @@ ACCEPTED = [
 ]
 """A command line that AMPipe accepts; every row is added to it."""
 
+HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --transformer-impl transformer_engine"
 REFUSED = {
     "--ampipe-partner": ["--pipeline-model-parallel-size 2 --num-layers 4"],
@@ -69,13 +70,16 @@ REFUSED = {
     ],
     "--ampipe-rows": [
         "fixed --moe-token-dispatcher-type allgather",
+        "fixed --moe-token-dispatcher-type flex",
         "fixed --ampipe-exchange ranks --moe-router-topk 2 --expert-model-parallel-size 2",
     ],
     "--ampipe-rows (2)": [
         "fixed --transformer-impl transformer_engine",
         "fixed --transformer-impl local --moe-grouped-gemm",
     ],
-    "--ampipe-rows (3)": [
+    "--ampipe-rows (3)": [f"fixed {HYBRIDEP} --transformer-impl local --moe-permute-fusion-into-hybridep"],
+    "--ampipe-rows (4)": [f"fixed {HYBRIDEP} --transformer-impl local --moe-expert-rank-capacity-factor 1.5"],
+    "--ampipe-rows (5)": [
         f"fixed --transformer-impl local {others}"
         for others in (
             "--ampipe-condense 0.9",
@@ -117,6 +121,10 @@ REFUSED = {
                 ("local", "--sft"),
             )
         ),
+    ],
+    "--cuda-graph-impl (6)": [
+        "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
+        "--num-layers-per-virtual-pipeline-stage 1",
     ],
     "--tp-comm-overlap-cfg": [f"overlap.yaml --tp-comm-overlap {FP8}"],
     "--fine-grained-activation-offloading": [

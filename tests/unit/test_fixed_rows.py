@@ -189,6 +189,31 @@ def test_budgets_are_learned_after_the_warm_up_and_grow_with_a_repeated_step() -
     assert not step.rows.is_active
 
 
+def test_every_number_of_chunks_learns_its_budgets_from_steps_of_its_own() -> None:
+    """As ``--ampipe-degree auto`` tries them. What a window did not run keeps its budgets."""
+    step = Step(margin=1.0)
+    first, later = step.chunk, step.rows.new_chunk(0)
+    for _ in range(WARM_UP):
+        step.run(100)
+    step.chunk = later
+    step.run(50)
+    assert first.budget is not None and later.budget is None, "after its second step"
+    step.run(60)
+    assert later.budget == budget_of([[60]], margin=1.0) and first.version == later.version == 1
+    assert (step.rows.num_steps, step.rows.num_repeated) == (2, 0)
+    # A repeat of another chunk's step teaches it nothing.
+    third = step.chunk = step.rows.new_chunk(0)
+    step.run(70)
+    step.chunk = later
+    step.run(1000)
+    assert step.rows.num_repeated == 1 and third.budget is None
+    step.chunk = first
+    for _ in range(2 * WINDOW):
+        step.run(100)
+    assert step.rows.num_repeated == 1 and first.budget == budget_of([[100]], margin=1.0)
+    assert later.budget is not None and later.budget.rows[0][0] >= 1000
+
+
 def test_a_budget_becomes_smaller_only_after_a_window() -> None:
     step = Step(margin=1.0)
     for _ in range(WINDOW - 1):

@@ -24,7 +24,6 @@ from gpu_check.plan import Step, calls, chosen, plan
 from gpu_check.steps import Device, Done, Outcome, Surroundings, run
 from megatron_ampipe.cli import build_parser
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.refusals import graphs as refused_with_graphs
 from megatron_ampipe.tools import bench_command
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
@@ -151,8 +150,7 @@ def test_what_has_never_run_comes_first_and_fifteen_minutes_are_planned() -> Non
 
 def test_the_limit_of_partners_follows_from_its_kinds() -> None:
     (limit_s, other_s) = (step.limit_s for step in STEPS if step.kind == "partners")
-    lacking = {step_kinds.ENGINE} | (set() if step_kinds.HAS_JOINT_GRAPHS else {step_kinds.JOINT})
-    of_local = [kind for kind in step_kinds.KINDS if lacking.isdisjoint(kind.needs)]
+    of_local = [kind for kind in step_kinds.KINDS if step_kinds.ENGINE not in kind.needs]
     assert limit_s == other_s == planning.partners_limit_s(len(of_local))
     assert planning.partners_limit_s(7) > 51.4, "what seven kinds took on an H200"
     assert step_kinds.left_out(on_gpu=False, in_16_bit=False, of_engine=False) == {
@@ -164,14 +162,8 @@ def test_the_limit_of_partners_follows_from_its_kinds() -> None:
         "stack, degree 4, CUDA graphs": "needs a GPU",
         "stack, degree 2, whole graphs": "needs a GPU and layers in 16 bit",
         "stack, degree 4, whole graphs": "needs a GPU and layers in 16 bit",
-        "partners, megatron-1f1b, whole graphs": f"needs a GPU and layers in 16 bit and {step_kinds.JOINT}",
+        "partners, megatron-1f1b, whole graphs": "needs a GPU and layers in 16 bit",
     }
-
-
-def test_graphs_of_partners_are_timed_as_soon_as_ampipe_has_them() -> None:
-    """Otherwise set ``HAS_JOINT_GRAPHS``."""
-    is_refused = "--ampipe-partner" in refused_with_graphs._NOT_WITH_WHOLE_PASSES
-    assert step_kinds.HAS_JOINT_GRAPHS is not is_refused
 
 
 @pytest.mark.parametrize(

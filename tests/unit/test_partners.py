@@ -80,6 +80,17 @@ def test_which_passes_of_a_step_have_a_partner(
     assert shown == partners_of_passes
 
 
+@pytest.mark.parametrize(
+    ("num_microbatches", "chains"),
+    [(1, [1]), (16, [16]), (32, [16, 16]), (40, [10] * 4), (34, [12, 11, 11]), (17, [9, 8])],
+)
+def test_a_long_step_is_several_chains_of_graphs(num_microbatches: int, chains: list[int]) -> None:
+    from megatron_ampipe.launch.partners import MAX_CHAIN, chains_of
+
+    assert chains_of(num_microbatches) == chains
+    assert sum(chains) == num_microbatches and max(chains) <= MAX_CHAIN
+
+
 PREDICTED = {
     "dense, losses, shared": sized_block(shared_ffn=2048, losses=True, dense_ffn=8192),
     "local, tensor-parallel": sized_block(tensor=2, local=True, splits_weights=True),

@@ -37,6 +37,7 @@ FIELD_SOURCES = {
     "capacity": "moe-expert-capacity-factor: 1.5",
     "capacity_per_chunk": "ampipe:\n  capacity-scope: chunk",
     "rows_margin": "ampipe:\n  rows: fixed",
+    "captures_passes": "ampipe:\n  rows: fixed\ncuda-graph-impl: local",
     "chooses": "moe-router-load-balancing-type: sinkhorn",
     "padded": "moe-pad-expert-input-to-capacity: true",
     "grouped": "moe-grouped-gemm: true",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.launch.captured import captures_passes
-from megatron_ampipe.launch.refusals.refusal import DISPATCHER, Refusal, first_set, named_with, sends_rows
+from megatron_ampipe.launch.refusals.refusal import (
+    DISPATCHER,
+    Refusal,
+    first_set,
+    named_with,
+    sends_rows,
+    uses_hybridep,
+)
 from megatron_ampipe.schedule import Exchange
 
 _NOT_WITH_FIXED_ROWS = (
@@ -28,9 +35,11 @@ def _has_fixed_rows(args: Arguments) -> bool:
 
 
 def _other_exchange(args: Arguments) -> str | None:
-    """The flag that asks for other transfers than the all-to-all of rows."""
+    """The flag that asks for other transfers than the all-to-all of rows, or HybridEP's."""
+    if uses_hybridep(args):
+        return None
     if not sends_rows(args):
-        return DISPATCHER
+        return "--moe-flex-dispatcher-backend" if args.moe_token_dispatcher_type == "flex" else DISPATCHER
     return None if args.ampipe_exchange in (None, Exchange.ROWS) else "--ampipe-exchange"
 
 
@@ -53,8 +62,9 @@ def _not_with_fixed_rows(args: Arguments) -> str | None:
 FIXED_ROWS: tuple[Refusal, ...] = (
     Refusal(
         "--ampipe-rows",
-        "only the all-to-all of --ampipe-exchange rows is built with fixed rows",
-        "Leave it out, or use --moe-token-dispatcher-type alltoall --ampipe-exchange rows.",
+        "only the all-to-all of --ampipe-exchange rows, and HybridEP's, is built with fixed rows",
+        "Leave it out, or use --moe-token-dispatcher-type alltoall --ampipe-exchange rows, or flex with "
+        "--moe-flex-dispatcher-backend hybridep.",
         lambda args: _has_fixed_rows(args) and named_with(args, "--ampipe-rows", _other_exchange(args)),
     ),
     Refusal(
@@ -62,6 +72,25 @@ FIXED_ROWS: tuple[Refusal, ...] = (
         "only the products of Megatron's local experts can take their numbers of rows from the device",
         "Leave it out, or use --transformer-impl local without the flag that is named with it.",
         lambda args: _has_fixed_rows(args) and named_with(args, "--ampipe-rows", _other_experts(args)),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "HybridEP's fused kernels are not told that rows were dropped, and would wait for them",
+        "Leave out --moe-permute-fusion-into-hybridep, or --ampipe-rows.",
+        lambda args: (
+            _has_fixed_rows(args)
+            and uses_hybridep(args)
+            and named_with(args, "--ampipe-rows", first_set(args, "--moe-permute-fusion-into-hybridep"))
+        ),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "its budgets are learned, and with a factor for them Megatron would repeat steps, too",
+        "Leave out --moe-expert-rank-capacity-factor, or --ampipe-rows.",
+        lambda args: (
+            _has_fixed_rows(args)
+            and named_with(args, "--ampipe-rows", first_set(args, "--moe-expert-rank-capacity-factor"))
+        ),
     ),
     Refusal(
         "--ampipe-rows",

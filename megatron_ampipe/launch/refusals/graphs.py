@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.launch.captured import captured_stages, captures_passes
+from megatron_ampipe.launch.environment import passes_of_step
 from megatron_ampipe.launch.refusals.refusal import Refusal, first_set, named_with
 from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.schedule.features import balances, has_capacity
@@ -12,7 +13,7 @@ from megatron_ampipe.schedule.features import balances, has_capacity
 _GRAPHS = "--cuda-graph-impl"
 _CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
 _NOT_WITH_WHOLE_PASSES = (
-    *_CHOOSING, "--ampipe-partner", "--ampipe-memory", "--fine-grained-activation-offloading",
+    "--ampipe-memory-budget", "--ampipe-memory", "--fine-grained-activation-offloading",
     "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--fp8-format", "--use-megatron-fsdp",
     "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
     "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
@@ -41,7 +42,8 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
         return None
     forbidden = {
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
-        "--ampipe-degree auto": args.ampipe_degree == AUTO,
+        # Trials would have to capture the passes of every degree before they time them.
+        "--ampipe-degree auto": args.ampipe_degree == AUTO and args.ampipe_cluster is None,
         "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
         # A replay runs no hook, with which the routing is recorded.
         "--ampipe-routing-dir": first_set(args, "--ampipe-routing-dir") is not None,
@@ -61,6 +63,18 @@ def _places_reductions(args: Arguments) -> str | None:
 def _has_partner(args: Arguments) -> str | None:
     has_partner = bool(args.ampipe_partner) and _captures_stages(args)
     return named_with(args, _GRAPHS, "--ampipe-partner" if has_partner else None)
+
+
+MAX_PASSES = 512
+"""Forward passes of a step on a rank that can be one chain of graphs, as they are with virtual stages."""
+
+
+def _has_long_chain(args: Arguments) -> str | None:
+    has_stages = args.virtual_pipeline_model_parallel_size or args.num_layers_per_virtual_pipeline_stage
+    is_chain = captures_passes(args) and bool(args.ampipe_partner) and bool(has_stages)
+    if not is_chain or passes_of_step(args) <= MAX_PASSES:
+        return None
+    return f"{args.cuda_graph_impl} with --ampipe-partner and --global-batch-size {args.global_batch_size}"
 
 
 GRAPHS: tuple[Refusal, ...] = (
@@ -94,6 +108,13 @@ GRAPHS: tuple[Refusal, ...] = (
         "draws no random numbers, and does not know which micro-batch reduces gradients",
         "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
         _cannot_capture_passes,
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        f"with virtual pipeline stages each pass of a step is a separate graph, and more than {MAX_PASSES} "
+        "forward passes of a rank are too many",
+        "Use --cuda-graph-impl none, or a smaller --global-batch-size.",
+        _has_long_chain,
     ),
 )
 """Refused settings of CUDA graphs."""

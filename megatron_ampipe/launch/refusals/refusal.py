@@ -69,6 +69,12 @@ def sends_rows(args: Arguments) -> bool:
     return args.moe_token_dispatcher_type in (None, "alltoall")
 
 
+def uses_hybridep(args: Arguments) -> bool:
+    """Whether the dispatcher sends tokens through HybridEP."""
+    backend = args.moe_flex_dispatcher_backend if args.moe_token_dispatcher_type == "flex" else None
+    return bool(backend == "hybridep")
+
+
 def expert_ranks(args: Arguments) -> int:
     """Number of ranks that share the experts of a layer."""
     return int((args.expert_model_parallel_size or 1) * (expert_tensor_ranks(args) or 1))
