@@ -24,7 +24,7 @@ DEGREES = (2, 4)
 GPU = "a GPU"
 IN_16_BIT = "layers in 16 bit"
 ENGINE = "layers of Transformer Engine"
-LOCAL = "local layers, whose experts can have fixed rows"
+LOCAL = "local layers"
 
 
 @dataclass(frozen=True, slots=True)

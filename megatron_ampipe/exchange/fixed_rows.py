@@ -28,7 +28,8 @@ from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.schedule.row_budget import rows_of_budget
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, M rows that are
-# sent with padding, R rows that arrive with padding, S ranks that share an expert.
+# sent with padding, R rows that arrive with padding, Q rows sorted by expert with padding, S ranks that share
+# an expert.
 
 PADDING = 0.0
 """What padding holds; no result depends on it. Tests set it to NaN."""
@@ -265,7 +266,8 @@ class ExpertOffsets(NamedTuple):
     """Where the rows of each local expert end; in place of their numbers on the host."""
 
     ends: Tensor
-    """``[L]`` int32 on the device. Rows after the last are padding."""
+    """``[L]`` int32 on the device: multiples of the tile, up to which an expert's rows are filled with zeros.
+    Rows after the last are padding."""
 
 
 class FixedSplits(NamedTuple):
@@ -276,15 +278,22 @@ class FixedSplits(NamedTuple):
     """``[P * S, E]`` int64: rows of each rank for each expert."""
 
 
-class _Arrival(NamedTuple):
-    """The order by expert of received rows, and back; each with the mask of padding."""
+class _Order(NamedTuple):
+    """An order of rows, taken from another order of them."""
 
     source: Tensor
-    """``[R]``: the received row at each place in the order by expert."""
-    pads_sorted: Tensor
-    place: Tensor
-    """``[R]``: the place of each received row in the order by expert."""
-    pads_received: Tensor
+    """``[N]``: the row of the other order at each place; any where there is none."""
+    is_padding: Tensor
+    """``[N]`` bool: whether there is none."""
+    filler: float
+    """What is there."""
+
+
+class _Arrival(NamedTuple):
+    """The received rows in the order by expert (``Q``), and back in that of their arrival (``R``)."""
+
+    by_expert: _Order
+    received: _Order
 
 
 class BudgetedChunk:
@@ -297,10 +306,14 @@ class BudgetedChunk:
     _known: dict[tuple[int, int], ChunkRows]
     _rows: ChunkRows
     _budget: RowBudget | None = None
+    _tile = 1
 
-    def share(self, fixed_rows: FixedRows) -> None:
-        """Use the state of the process; called once."""
-        self._fixed_rows, self._known = fixed_rows, {}
+    def share(self, fixed_rows: FixedRows, *, tile: int = 1) -> None:
+        """Use the state of the process; called once.
+
+        ``tile``: The products need numbers of rows that are multiples of it, of all rows too.
+        """
+        self._fixed_rows, self._known, self._tile = fixed_rows, {}, tile
 
     def of_chunk(self, chunk: int, num_chunks: int) -> Self:
         """The dispatcher of a chunk in one pass."""
@@ -421,7 +434,9 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
             return super().dispatch_postprocess(rows, probs)
         arrival, ends = self._sort()
         self._arrival = arrival
-        return reorder(rows, arrival), ExpertOffsets(ends), reorder(probs, arrival)
+        by_expert, received = arrival
+        tokens = reorder(rows, by_expert, back=received)
+        return tokens, ExpertOffsets(ends), reorder(probs, by_expert, back=received)
 
     def _sort(self) -> tuple[_Arrival, Tensor]:
         """The order by expert and then by sender, as Megatron's; and where each expert's rows end."""
@@ -436,13 +451,21 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         part_ends = torch.minimum(to_here.cumsum(dim=1), slots.sizes.unsqueeze(1))
         sizes = part_ends.diff(dim=1, prepend=torch.zeros_like(part_ends[:, :1]))
         begins = slots.starts.unsqueeze(1) + part_ends - sizes
-        # Pieces in the order by expert: [L * S * P].
-        piece_sizes = sizes.T.reshape(-1)
+        # Pieces in the order by expert, [L, S * P]; with tiles each expert has one more, which is no row.
+        sizes, begins = sizes.T, begins.T
+        num_sorted, num_pieces = num_rows, sizes.shape[1]
+        if self._tile > 1:
+            filled = (-sizes.sum(dim=1, keepdim=True)).remainder(self._tile)
+            sizes = torch.cat([sizes, filled], dim=1)
+            begins = torch.cat([begins, torch.zeros_like(filled)], dim=1)
+            num_sorted = self._num_filled(num_rows)
+        piece_sizes, piece_begins = sizes.reshape(-1), begins.reshape(-1)
         piece_ends = piece_sizes.cumsum(dim=0)
-        piece_begins = begins.T.reshape(-1)
-        sorted_places = torch.arange(num_rows, device=slots.rank.device)
+        sorted_places = torch.arange(num_sorted, device=slots.rank.device)
         pads_sorted = sorted_places >= piece_ends[-1]
         piece = torch.searchsorted(piece_ends, sorted_places, right=True).clamp(max=len(piece_ends) - 1)
+        if self._tile > 1:
+            pads_sorted = pads_sorted | (piece % (num_pieces + 1) == num_pieces)
         source = piece_begins[piece] + sorted_places - (piece_ends - piece_sizes)[piece]
         source = torch.where(pads_sorted, num_rows, source)
         # Padding goes to one more row, which is cut off.
@@ -453,15 +476,22 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         ends = piece_ends.view(self._num_local, -1)[:, -1]
         # Grouped products require a stride of 1, of a single offset too.
         ends = ends.to(torch.int32, memory_format=torch.contiguous_format)
-        return _Arrival(source, pads_sorted, place, pads_received), ends
+        # Products read the zeros of a tile, and nothing after the last one.
+        filler = PADDING if self._tile == 1 else 0.0
+        by_expert = _Order(source, pads_sorted, filler)
+        return _Arrival(by_expert, _Order(place, pads_received, PADDING)), ends
+
+    def _num_filled(self, num_rows: int) -> int:
+        """The number of sorted rows: of tiles that are enough for ``num_rows``, whoever's they are."""
+        most = num_rows + self._num_local * (self._tile - 1)
+        return -(-most // self._tile) * self._tile
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().combine_preprocess(hidden_states)
-        arrival = self._arrival
-        back = _Arrival(arrival.place, arrival.pads_received, arrival.source, arrival.pads_sorted)
-        return reorder(hidden_states, back)
+        by_expert, received = self._arrival
+        return reorder(hidden_states, received, back=by_expert)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
@@ -472,14 +502,16 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         return sums.view(self.hidden_shape)
 
 
-def reorder(rows: Tensor, arrival: _Arrival) -> Tensor:
-    """Received rows ``[R, ...]`` in the order by expert, then padding. Differentiable."""
-    ordered: Tensor = _Reorder.apply(rows, *arrival)
+def reorder(rows: Tensor, order: _Order, *, back: _Order) -> Tensor:
+    """The rows ``[M, ...]`` in an order ``[N, ...]``, which ``back`` inverts. Differentiable."""
+    ordered: Tensor = _Reorder.apply(rows, order, back)
     return ordered
 
 
 class _Context(Protocol):
     """What a node saves."""
+
+    filler: float
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]: ...
@@ -491,32 +523,24 @@ class _Reorder(torch.autograd.Function):
     """Selects rows in an order that has an inverse, so that its backward selects too and adds nothing."""
 
     @staticmethod
-    def forward(
-        ctx: _Context,
-        rows: Tensor,
-        source: Tensor,
-        pads_sorted: Tensor,
-        place: Tensor,
-        pads_received: Tensor,
-    ) -> Tensor:
-        """``[R, ...]`` from ``rows[source]``; padding where ``pads_sorted``."""
-        ctx.save_for_backward(place, pads_received)
-        return _selected(rows, source, pads_sorted)
+    def forward(ctx: _Context, rows: Tensor, order: _Order, back: _Order) -> Tensor:
+        """The rows in ``order``."""
+        ctx.save_for_backward(back.source, back.is_padding)
+        ctx.filler = back.filler
+        return _selected(rows, order.source, order.is_padding, order.filler)
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The other order."""
-        place, pads_received = ctx.saved_tensors
-        return _selected(gradient, place, pads_received), None, None, None, None
+        source, is_padding = ctx.saved_tensors
+        return _selected(gradient, source, is_padding, ctx.filler), None, None
 
 
 class _Sums(torch.autograd.Function):
-    """Adds the rows of each token but for padding. Unlike torch's ``index_add``, it does not save the rows."""
+    """Adds the rows of each token, without padding. Unlike in ``index_add`` of torch, no rows are saved."""
 
     @staticmethod
-    def forward(
-        ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int
-    ) -> Tensor:
+    def forward(ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int) -> Tensor:
         """``[M, D]`` to ``[T, D]``."""
         ctx.save_for_backward(token, is_padding)
         kept = torch.where(is_padding.unsqueeze(1), 0, rows)
@@ -526,16 +550,20 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of its token for each row."""
         token, is_padding = ctx.saved_tensors
-        return _selected(gradient, token, is_padding), None, None, None
+        return _selected(gradient, token, is_padding, PADDING), None, None, None
 
 
-def _selected(rows: Tensor, index: Tensor, is_padding: Tensor) -> Tensor:
-    return _padded(rows.index_select(0, index), is_padding)
+def _selected(rows: Tensor, index: Tensor, is_padding: Tensor, filler: float) -> Tensor:
+    return _filled(rows.index_select(0, index), is_padding, filler)
 
 
 def _padded(rows: Tensor, is_padding: Tensor) -> Tensor:
+    return _filled(rows, is_padding, PADDING)
+
+
+def _filled(rows: Tensor, is_padding: Tensor, filler: float) -> Tensor:
     """Fill padding in ``[R, ...]`` in place: another copy of the rows can be the peak of memory."""
-    return rows.masked_fill_(is_padding.view(-1, *[1] * (rows.dim() - 1)), PADDING)
+    return rows.masked_fill_(is_padding.view(-1, *[1] * (rows.dim() - 1)), filler)
 
 
 def budget_of(counts: Counts, *, margin: float) -> RowBudget:

@@ -67,7 +67,7 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
     run = replace(run, gate=gate, adjustments=adjustments)
     if run.pipelined:
         if run.settings.rows == "fixed" and on_gpu and not args.bf16:
-            rule = "without --bf16, torch's products over experts make the host of a GPU wait for their sizes"
+            rule = "without --bf16, products over experts make the host of a GPU wait for their sizes"
             raise SETTING["rows"].refuse("fixed", rule, "Add --bf16, or use --ampipe-rows exact.")
         run = _with_changed_arguments(args, run, on_gpu=on_gpu)
     run = replace(run, environment=environment_of(args, run.settings, on_gpu=on_gpu))

@@ -312,13 +312,10 @@ def measure_blocks(rank: Rank[BenchJob]) -> None:
     # Imports Megatron, so it must come after the link is emulated.
     import torch
 
-    from megatron_ampipe.launch.fixed_rows import require_grouped_products
     from megatron_ampipe.tools.measuring import timed_passes
 
     if job.on_cuda:
         rank.say("gpu", {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)})
-        if any(variant.rows == FIXED for variants in job.variants for variant in variants):
-            require_grouped_products(torch.cuda.get_device_capability())
     for index, case in enumerate(job.cases):
         if emulation is not None:
             emulation.num_experts = case.experts
@@ -424,8 +421,8 @@ def _check_fixed_rows(arguments: argparse.Namespace, cases: Sequence[Case], *, o
     for case in cases:
         if case.grouped:
             arguments.refuse(
-                f"{flag}: the experts of case {case.name} take numbers of rows from the host; choose --cases "
-                "with transformer_impl: local and expert_kind: sequential"
+                f"{flag}: case {case.name} has grouped products of experts, which run with exact rows here; "
+                "choose --cases with transformer_impl: local and expert_kind: sequential"
             )
         if on_gpu and case.dtype == "fp32":
             arguments.refuse(

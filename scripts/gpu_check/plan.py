@@ -125,7 +125,9 @@ TESTS = {
         limit_s=110,
         needs=(_ENGINE,),
         shows="gradients of its layers under `--overlap-grad-reduce`, also as [separate stages](weights.md), "
-        "in bf16 and [FP8](#fp8), and in graphs",
+        "in bf16 and [FP8](#fp8), and in graphs; over "
+        "[fixed rows](exchange.md#experts-of-transformer-engine), where it takes their numbers from the "
+        "device",
     ),
     "compiled": TestStep(
         modules=("test_cuda.py",),
@@ -152,7 +154,7 @@ class Bench:
 
 
 _WITH_GRAPHS = (
-    # Six blocks. Experts in grouped products cannot have fixed rows yet.
+    # Six blocks. Experts in grouped products have exact rows in the benchmark.
     Bench("mixtral", "mixtral-8k", 8, LINK, 65, has_graphs=True),
     Bench("deepseek", "deepseek-8k", 8, LINK, 65, has_graphs=True),
     # Of the paper's sizes a middle and a large one.

@@ -36,7 +36,8 @@ _ALIKE = (
     "degree2", "stack2", "one-expert-each", "probs-on-input", "odd-ffn", "lancet", "lancet-uncut",
     "ep4-degree2", "latent", "layernorm-moe", "tp-experts-lancet", "hybridep-degree2",
     "hybridep-one-expert-each", "hybridep-bias-capacity", "hybridep-probs-on-input", "hybridep-latent",
-    "hybridep-tp-experts",
+    "hybridep-tp-experts", "hybridep-engine-lancet", "engine-degree2", "engine-ep1", "engine-ep4-bias",
+    "engine-moe-act", "engine-probs-on-input", "engine-tp-experts-lancet",
 )  # fmt: skip
 """Cases that capture nothing that no other case has."""
 CASES = [

@@ -40,6 +40,9 @@ KINDS = {
     "lancet": EP + FOUR_LAYERS + STATE + "--ampipe-degree 2 --ampipe-schedule lancet --ampipe-stack 1 "
     "--ampipe-routing-dir {folder}/routing --ampipe-routing-interval 1 ",
     "mtp": EP + LLAMA + STATE + "--mtp-num-layers 1 --ampipe-degree 2 ",
+    # Experts of Transformer Engine, by stand-ins.
+    "engine": EP + LLAMA + STATE + "--spec tests.megatron.custom_spec engine_layer_of --ampipe-degree 2 "
+    "--ampipe-schedule lancet ",
     # Only the first pipeline stage exceeds budgets.
     "pipeline": EP + PP + STATE + OVERLAPS + "--ampipe-degree 2 --ampipe-memory redispatch/S3 ",
     "interleaved": PP + STATE + OVERLAPS + PLACED + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
@@ -74,6 +77,7 @@ LAUNCHES = {
     "stack": (4, "overflows"),
     "lancet": (2, "overflows"),
     "mtp": (2, "overflows"),
+    "engine": (2, "overflows"),
     "pipeline": (4, "overflows"),
     "interleaved": (2, "overflows"),
     "graphs": (2, "whole_graphs"),

@@ -122,7 +122,7 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--rows fixed --exchange ranks", "--rows fixed with --exchange ranks"),
         (
             "--rows fixed --grid deepseek --cases deepseek-8k-grouped",
-            "--rows fixed: the experts of case deepseek-8k-grouped take numbers of rows from the host",
+            "--rows fixed: case deepseek-8k-grouped has grouped products of experts",
         ),
         ("--rows whole", "'whole' is not valid"),
         ("--cuda-graph-impl local", "--cuda-graph-impl local needs a GPU"),
