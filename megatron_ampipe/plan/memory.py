@@ -124,6 +124,57 @@ def peak_bytes(
     return peak
 
 
+def stage_bytes(
+    block: Block,
+    pipeline: Pipeline,
+    *,
+    num_layers: int,
+    dense_layers: Collection[int] = (),
+    passes: int = 1,
+    ahead: bool = False,
+    local: bool = False,
+) -> float:
+    """Peak of the activations of the layers of a pipeline stage, over the micro-batches in flight.
+
+    Args:
+        block: One of the layers.
+        pipeline: How they run.
+        num_layers: Number of layers of a pass.
+        dense_layers: Indices of the layers without experts, from 0.
+        passes: Number of micro-batches that wait for their backward pass.
+        ahead: With a partner, the forward pass saves a layer before the backward pass has released one.
+        local: As of :func:`peak_bytes`.
+    """
+    if block.captures_passes and not ahead:
+        return passes * _captured_bytes(block, pipeline, num_layers, dense_layers, local=local)
+    dense = {num_layers * index + layer for index in range(passes) for layer in dense_layers}
+    return peak_bytes(
+        block, pipeline, num_layers=num_layers * passes + ahead, dense_layers=dense, local=local
+    )
+
+
+def _captured_bytes(
+    block: Block, pipeline: Pipeline, num_layers: int, dense_layers: Collection[int], *, local: bool
+) -> float:
+    """What the graphs of whole passes hold for a micro-batch in flight, all of them at the same time.
+
+    The pool of each stack is as large as a pass without graphs at its peak, which frees nothing for others,
+    with the gradients of its weights. Static inputs are those of both passes.
+    """
+    size = pipeline.stack_of(num_layers)
+    hidden = block.rows * block.batch * block.hidden * block.element_bytes
+    total = 0.0
+    for first in range(0, num_layers, size):
+        layers = range(first, min(first + size, num_layers))
+        dense = [layer - first for layer in layers if layer in dense_layers]
+        pool = peak_bytes(
+            block, pipeline, num_layers=len(layers), dense_layers=dense, local=local, gathers=True
+        )
+        # The output and the gradient of the input are in the pool, its inputs are not.
+        total += pool + 2 * hidden
+    return total
+
+
 def _gathered_gradients(block: Block, num_layers: int, num_dense: int) -> float:
     """Bytes of the gradients of all layers but one."""
     if block.fused_gradients:

@@ -172,6 +172,22 @@ FIXED = [fixed(**fields) for fields in FIXED_FIELDS]
 FAST = [case("top8 of 32 in threads", also=MANY | {"moe_router_topk": 8}, memory="rebuild", degree=2)]
 
 
+def expect_budgets(case: Case, layer: torch.nn.Module) -> None:
+    """Give all chunks the budgets that the planner expects (``tests.unit.test_fixed_rows`` learns such)."""
+    from megatron_ampipe.exchange.fixed_rows import RowBudget
+    from tests.dist.blocks import inputs_of, run_pass
+    from tests.dist.test_fixed_rows import fixed_rows_of
+
+    state = fixed_rows_of(layer)
+    state.is_watched = True
+    run_pass(layer, inputs_of(case, rank=torch.distributed.get_rank(), dtype=torch.float32))
+    block, ranks = block_of(case, num_ranks=case.world_size), case.world_size
+    budget = round(block.sent(block.rows / case.pipeline.num_chunks) / ranks)
+    for chunk in state._chunks:
+        chunk.use(RowBudget(((budget,) * ranks,) * ranks), torch.device("cpu"))
+    state.is_active = True
+
+
 class Measurements:
     """What this rank measures of a case when it is asked for, from all tensors.
 
@@ -205,29 +221,12 @@ class Measurements:
         executor = WatchedExecutor(EXECUTORS[case.executor](), self._meter)
         _, layer = build_layers(case, executor=executor)
         if case.fixed_rows:
-            self._set_budgets(case, layer)
+            expect_budgets(case, layer)
         for one in getattr(layer, "layers", [layer]):
             # A stage of AMPipe's layers calls the kernel itself.
             if type(one).__name__ == "TransformerLayer":
                 one.self_attention.core_attention = KernelAttention(one.config, kernel=case.kernel)
         return layer
-
-    def _set_budgets(self, case: Case, layer: torch.nn.Module) -> None:
-        """Give all chunks the budgets that the planner expects; ``tests.unit.test_fixed_rows`` compares these
-        with learned ones."""
-        from megatron_ampipe.exchange.fixed_rows import RowBudget
-        from tests.dist.blocks import inputs_of, run_pass
-        from tests.dist.test_fixed_rows import fixed_rows_of
-
-        state = fixed_rows_of(layer)
-        state.is_watched = True
-        block, ranks = block_of(case, num_ranks=case.world_size), case.world_size
-        dtype = case.model.get("params_dtype", torch.float32)
-        run_pass(layer, inputs_of(case, rank=torch.distributed.get_rank(), dtype=dtype))
-        budget = round(block.sent(block.rows // case.pipeline.num_chunks) / ranks)
-        for chunk in state._chunks:
-            chunk.use(RowBudget(((budget,) * ranks,) * ranks), torch.device("cpu"))
-        state.is_active = True
 
     def _measure(self, case: Case) -> dict[str, Any]:
         from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES

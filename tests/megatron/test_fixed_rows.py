@@ -34,8 +34,9 @@ WITHOUT_DRAWS = STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 
 CAPTURED = EP + LLAMA + SHARED + FOUR_LAYERS + OVERLAPS + WITHOUT_DRAWS
 KINDS = {
     # Two groups of expert-parallel ranks, of which one exceeds budgets. Parameters are gathered and gradients
-    # reduced during the passes, of the repeat too.
-    "stack": EP + LLAMA + SHARED + STATE + OVERLAPS + "--ampipe-degree 4 ",
+    # reduced during the passes, of the repeat too. The more padding, the less of experts is kept.
+    "stack": EP + LLAMA + SHARED + STATE + OVERLAPS + "--ampipe-degree 4 --ampipe-memory auto "
+    "--ampipe-memory-budget 2.5MiB ",
     # A repeated step is recorded once.
     "lancet": EP + FOUR_LAYERS + STATE + "--ampipe-degree 2 --ampipe-schedule lancet --ampipe-stack 1 "
     "--ampipe-routing-dir {folder}/routing --ampipe-routing-interval 1 ",
@@ -161,6 +162,14 @@ def test_logs_the_digits_of_exact_rows(kind: str, runs: dict[str, Run]) -> None:
         assert run.logged == exact.logged
         assert run.validation_loss == exact.validation_loss
     assert "fixed rows" not in exact.output
+
+
+def test_a_budget_of_memory_knows_the_padding(runs: dict[str, Run]) -> None:
+    exact, fixed, small = (runs[f"stack {line}"] for line in LINES)
+    assert exact.says("memory keep the least work done again within 2.5MiB")
+    reason = "the least work done again within 2.5MiB"
+    assert fixed.says(reason) and not fixed.says(f"memory keep {reason}")
+    assert small.says("memory rebuild the least work done again within 2.5MiB")
 
 
 @pytest.mark.parametrize("kind", KINDS)

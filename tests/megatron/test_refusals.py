@@ -87,7 +87,6 @@ REFUSED = {
         f"fixed --transformer-impl local {others}"
         for others in (
             "--ampipe-condense 0.9",
-            "--ampipe-memory-budget 40GiB",
             "--skip-train",
         )
     ],
@@ -127,6 +126,10 @@ REFUSED = {
         ),
     ],
     "--cuda-graph-impl (6)": [
+        f"local --ampipe-rows fixed --transformer-impl local {others}"
+        for others in ("--ampipe-memory-budget 40GiB", "--ampipe-memory rebuild")
+    ],
+    "--cuda-graph-impl (7)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ],

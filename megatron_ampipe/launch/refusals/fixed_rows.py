@@ -16,8 +16,6 @@ from megatron_ampipe.schedule import Exchange
 
 _NOT_WITH_FIXED_ROWS = (
     "--ampipe-condense",
-    # Predictions of memory do not know the padding.
-    "--ampipe-memory-budget",
     "--use-megatron-fsdp",
     # Zeroing gradients for the repeat would zero the parameters that a gather reads.
     "--reuse-grad-buf-for-mxfp8-param-ag",
