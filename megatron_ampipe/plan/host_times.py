@@ -122,8 +122,9 @@ def _row(
     plans = make_plans(slower, **options)
     choice, speedup = in_words(plans.chosen.pipeline), plans.chosen.predicted_speedup
     step_ms, stock_ms = plans.step_ms, slower.stock().total / 1e3
+    of_rows: PlanOptions = {**options, "exchanges": (Exchange.ROWS,)}
     for whole in further:
-        other = make_plans(whole.predictor.on(cluster), **{**options, "exchanges": (Exchange.ROWS,)})
+        other = make_plans(whole.predictor.on(cluster), **of_rows)
         if other.chosen.helps and other.step_ms < step_ms * (1 - MINIMUM_SAVING):
             step_ms = other.step_ms
             choice, speedup = f"{in_words(other.chosen.pipeline)}, {whole.name}", stock_ms / step_ms

@@ -6,7 +6,7 @@ capability, dropout and documents are not known here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Unpack
 
 from megatron_ampipe.block.settings import Settings
@@ -19,7 +19,7 @@ from megatron_ampipe.schedule import Exchange, Pipeline
 GRAPH_FLAGS = ("--ampipe-rows", "fixed", "--cuda-graph-impl", "local")
 _HYBRIDEP = ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep")
 _ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
-_LOCAL = ("--transformer-impl", "local")
+_GROUPED = ("--moe-grouped-gemm",)
 _OF_GRAPHS = (2, 3, 4)
 """The degrees that are compared."""
 
@@ -30,13 +30,11 @@ class WholePasses:
 
     Attributes:
         flags: The flags that the model does not have.
-        without: Flags of the model that have to be left out.
         predictor: The predictor of these layers.
         has_same_dispatcher: Whether the dispatcher is that of the model.
     """
 
     flags: tuple[str, ...]
-    without: tuple[str, ...]
     predictor: Predictor
     has_same_dispatcher: bool
 
@@ -84,12 +82,11 @@ def with_whole_passes(predictor: Predictor, *, other_dispatcher: bool) -> list[W
     block, cluster = predictor.block, predictor.cluster
     if block.captures_passes or why_not(block, cluster) is not None:
         return []
-    # Experts are those of Megatron's local layers.
-    flags = () if block.local else _LOCAL
-    without = ("--moe-grouped-gemm",) if block.grouped else ()
+    # Megatron's local experts, or grouped ones of Transformer Engine.
+    flags = () if block.local or block.grouped else _GROUPED
     margin = Settings().rows_margin if block.rows_margin is None else block.rows_margin
-    fields: dict[str, object] = {"local": True, "grouped": False}
-    fields |= {"rows_margin": margin, "captures_passes": True}
+    fields: dict[str, object] = {"rows_margin": margin, "captures_passes": True}
+    fields["grouped"] = block.grouped or not block.local
     found = []
     for dispatcher in ("alltoall", "hybridep"):
         if dispatcher in FLEX_BACKENDS and not _has_figures(cluster, block, dispatcher):
@@ -100,7 +97,7 @@ def with_whole_passes(predictor: Predictor, *, other_dispatcher: bool) -> list[W
         further = flags if dispatcher == block.dispatcher else (*flags, *of_dispatcher)
         changed = predictor.changed(dispatcher=dispatcher, exchange=Exchange.ROWS, **fields)
         is_same = dispatcher == block.dispatcher
-        found.append(WholePasses((*further, *GRAPH_FLAGS), without, changed, is_same))
+        found.append(WholePasses((*further, *GRAPH_FLAGS), changed, is_same))
     return found
 
 
@@ -125,8 +122,8 @@ def fastest_way(whole: WholePasses, **options: Unpack[PlanOptions]) -> Gain:
     if plans.alone.helps or not ways:
         ways.append((1e3 * plans.blocks_ms, plans.alone.pipeline_of(block.rows)))
     if plans.together is not None:
-        pipeline = replace(ways[0][1], partner=plans.together.partner)
-        ways.append((plans.together.time_us, pipeline))
+        partner, stack = plans.together.partner, ways[0][1].stack
+        ways.append((plans.together.time_us, Pipeline.of(partner.degree, stack=stack, partner=partner)))
     time_us, pipeline = min(ways, key=lambda way: way[0])
     degree = pipeline.num_chunks if pipeline.partner is None else pipeline.partner.degree
     rows = block.rows // degree

@@ -110,7 +110,6 @@ def whole_passes_of(predictor: Predictor, gains: Sequence[tuple[WholePasses, Gai
         {
             "name": whole.name,
             "flags": [*gain.pipeline.flags, *whole.flags],
-            "without": list(whole.without),
             "way": in_words(gain.pipeline),
             "predicted_ms": gain.time_us / 1e3,
             "speedup": stock_us / gain.time_us,
@@ -124,10 +123,9 @@ def whole_passes_of(predictor: Predictor, gains: Sequence[tuple[WholePasses, Gai
 def _sentences_on_whole_passes(whole: ReportView) -> Iterator[str]:
     """The flags for graphs of whole passes, and what they are predicted to gain."""
     for way in whole["ways"]:
-        left_out = f", without {' '.join(way['without'])}" if way["without"] else ""
         how = f"{way['way']}, {way['padding']:.2f} times the rows with padding"
         yield (
-            f"with CUDA graphs of whole passes ({' '.join(way['flags'])}{left_out}): predicted "
+            f"with CUDA graphs of whole passes ({' '.join(way['flags'])}): predicted "
             f"{way['speedup']:.2f} times as fast as Megatron's layers ({how})"
         )
     yield (
@@ -338,6 +336,9 @@ def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
 
 def _gradients_or_why_not(predictor: Predictor, plan: Plan, assumed: list[str]) -> Report | None:
     """:func:`_gradients`; if they cannot be predicted, None, and ``assumed`` says why."""
+    if predictor.block.captures_passes:
+        assumed.append("reductions of gradients are not predicted: they begin after the graph of a stack")
+        return None
     try:
         return _gradients(predictor, plan)
     except BadInput as error:
