@@ -492,3 +492,85 @@ def current_gpu() -> Gpu:
         torch_flash=torch.backends.cuda.is_flash_attention_available(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+
+
+GROUPED_LINEAR_SWITCH = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+"""The variable with which Transformer Engine's ``GroupedLinear`` takes numbers of rows from the device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRows:
+    """Where Transformer Engine's ``GroupedLinear`` takes numbers of rows of a precision from the device."""
+
+    since: str
+    """The first release."""
+    capabilities: tuple[tuple[int, int], tuple[int, int]]
+    """The first and the last compute capability."""
+    cublaslt: Mapping[int, int]
+    """By major compute capability, the first version of cuBLASLt."""
+
+
+_BLACKWELL = {10: 130300, 11: 130300}
+DEVICE_ROWS: Mapping[str | None, DeviceRows] = {
+    None: DeviceRows(since="2.17", capabilities=((9, 0), (11, 0)), cublaslt={9: 130400, **_BLACKWELL}),
+    "mxfp8": DeviceRows(since="2.17", capabilities=((10, 0), (11, 0)), cublaslt=_BLACKWELL),
+    "tensorwise": DeviceRows(
+        since="2.18", capabilities=((9, 0), (11, 0)), cublaslt={9: 130500, **_BLACKWELL}
+    ),
+    # Its release 2.18 accepts 13.4, which chooses wrong algorithms, as its main branch says.
+    "blockwise": DeviceRows(since="2.18", capabilities=((9, 0), (9, 0)), cublaslt={9: 130600}),
+}
+"""By FP8 recipe; None for bf16. As its releases 2.17 and 2.18 decide in ``module/grouped_linear.py``."""
+
+
+def grouped_linear_problem(recipe: str | None, capability: tuple[int, int]) -> str | None:
+    """Why Transformer Engine's ``GroupedLinear`` reads numbers of rows on the host; None if it does not.
+
+    It falls back to that without a word. Imports its library only if the answer depends on it.
+
+    Args:
+        recipe: Megatron's FP8 recipe; None for bf16.
+        capability: The compute capability of the GPU.
+    """
+    needed, precision = DEVICE_ROWS[recipe], recipe or "bf16"
+    installed = found_version("transformer-engine")
+    if installed is None or _release(installed) < Version(needed.since):
+        return (
+            f"Transformer Engine before {needed.since} reads numbers of rows of {precision} on the host, and "
+            f"{installed or 'none'} is installed"
+        )
+    value = os.environ.get(GROUPED_LINEAR_SWITCH, "1")
+    if value != "1":
+        return f"with {GROUPED_LINEAR_SWITCH}={value}, Transformer Engine reads numbers of rows on the host"
+    first, last = needed.capabilities
+    if not first <= capability <= last:
+        one_of = ".".join(map(str, first)) + ("" if first == last else f" to {last[0]}.{last[1]}")
+        return (
+            f"Transformer Engine takes numbers of rows of {precision} from the device on GPUs of compute "
+            f"capability {one_of}, and this one has {capability[0]}.{capability[1]}"
+        )
+    cublaslt = int(importlib.import_module("transformer_engine_torch").get_cublasLt_version())
+    since = needed.cublaslt[capability[0]]
+    if cublaslt < since:
+        return (
+            f"Transformer Engine needs version {since} of cuBLASLt for numbers of rows of {precision} from "
+            f"this GPU, and {cublaslt} is installed"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def rows_from_device() -> Iterator[None]:
+    """A context in which Transformer Engine's ``GroupedLinear`` takes numbers of rows from the device.
+
+    Only for calls that give them so: releases after 2.18 then refuse numbers that the host has.
+    """
+    before = os.environ.get(GROUPED_LINEAR_SWITCH)
+    os.environ[GROUPED_LINEAR_SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[GROUPED_LINEAR_SWITCH]
+        else:
+            os.environ[GROUPED_LINEAR_SWITCH] = before

@@ -48,6 +48,7 @@ OF_OBJECTS = {
     # Of the layers of a block: torch gives the class of a submodule as Module.
     "_apply_output_gate": "megatron.core.transformer.attention.Attention",
     "_forward_impl": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
+    "_apply_bias": "megatron.core.transformer.moe.experts.TEGroupedMLP",
     # Of the class of a user's router, on which layers/router.py puts its own class.
     "_apply_expert_bias": "megatron.core.transformer.moe.router.TopKRouter",
     "_apply_aux_loss": "megatron.core.transformer.moe.router.TopKRouter",
@@ -93,6 +94,7 @@ ON_OBJECTS = {
     ("launch/partners.py", "build_schedule_plan"): ("core.models.gpt.GPTModel",),
     # Of modules inside a block.
     ("exchange/flex.py", "_indices_to_multihot"): ("core.transformer.moe.token_dispatcher._DeepepManager",),
+    ("layers/grouped_experts.py", "_apply_bias"): ("core.transformer.moe.experts.TEGroupedMLP",),
     ("layers/chunk_attention.py", "forward"): ("core.transformer.dot_product_attention.DotProductAttention",),
 }
 """The owners, in Megatron, of a function that is replaced in an object, by file and name."""

@@ -118,6 +118,7 @@ REPLACED = {
     "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync": "code",
     "core.models.backends.LocalSpecProvider.core_attention": "code",
     "core.models.gpt.GPTModel.build_schedule_plan": "code",
+    "core.transformer.moe.experts.TEGroupedMLP._apply_bias": "code",
     "core.tensor_parallel.mappings._gather_along_first_dim": "code",
     "core.tensor_parallel.mappings._reduce_scatter_along_first_dim": "code",
     "core.tensor_parallel.random._get_cuda_rng_state": "code",

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from megatron_ampipe import compat
-from tests.te_linear_standin import Linear, Numbers
+from tests.te_linear_standin import Engine, GroupedLinear, Linear, Numbers
 
 LARGEST = 448.0
 """Of e4m3."""
@@ -59,9 +59,14 @@ def install() -> None:
     from megatron.core import fp8_utils
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.moe import experts
 
-    # The stand-in saves nothing else.
-    transformer_engine.set_save_original_input = lambda module: None
+    def set_save_original_input(module: Any) -> None:
+        module.save_original_input = True
+
+    # The stand-in saves nothing else anyway.
+    transformer_engine.set_save_original_input = set_save_original_input
+    experts.HAVE_TE, experts.Fp8Padding, experts.Fp8Unpadding = True, Padding, Unpadding
     fp8_utils.get_fp8_context = get_fp8_context
     compat._switch_of_transformer_engine = lambda: (FP8GlobalStateManager.is_fp8_enabled, fp8_autocast)
     transformer_config.is_te_min_version = lambda *_, **__: True
@@ -94,14 +99,14 @@ def width_of(recipe: str) -> int:
 class Kept(Numbers):
     """A quantized weight ``[N, K]``, and how the other operands of its products are rounded."""
 
-    def __init__(self, linear: QuantizedLinear, *, backward: bool) -> None:
+    def __init__(self, linear: Any, weight: Tensor, *, backward: bool) -> None:
         self._width, self._rounds_gradient = width_of(linear.recipe), linear.rounds_gradient
         height = 128 if linear.recipe == "blockwise" else 1
-        self.along_rows = rounded(linear.weight, (height, self._width))
+        self.along_rows = rounded(weight, (height, self._width))
         # Of other recipes, one can be made of the other.
         self.along_columns: Tensor | None = self.along_rows
         if linear.recipe == "mxfp8":
-            self.along_columns = rounded(linear.weight, (self._width, height)) if backward else None
+            self.along_columns = rounded(weight, (self._width, height)) if backward else None
 
     def operand(self, numbers: Tensor, dim: int) -> Tensor:
         if dim == 0:
@@ -109,45 +114,89 @@ class Kept(Numbers):
         return rounded(numbers.flatten(0, -2), (1, self._width)).view_as(numbers)
 
 
-class QuantizedLinear(Linear):
-    """Replaces a linear layer; computes as ``te_linear_standin.Linear`` outside of FP8.
-
-    Args:
-        linear: The layer of Megatron.
-        recipe: Of Megatron's names.
-        rounds_gradient: Whether the operands of the weight's gradient are rounded.
+class Quantized(Engine):
+    """Replaces a layer of :mod:`.te_linear_standin`; computes as that outside of FP8.
 
     Attributes:
+        recipe: Of Megatron's names.
+        rounds_gradient: Whether the operands of the weight's gradient are rounded.
         calls: Of each call, whether it was in FP8.
-        quantized: How often the weight was.
+        quantized: How often a weight was.
     """
 
-    def __init__(self, linear: Any, recipe: str, *, rounds_gradient: bool) -> None:
-        super().__init__(linear)
+    def set_up(self, recipe: str, *, rounds_gradient: bool) -> None:
         self.recipe, self.rounds_gradient = recipe, rounds_gradient
         self._fp8_workspaces: dict[str, Kept] = {}
         self.calls: list[bool] = []
         self.quantized = 0
 
-    def numbers(self) -> Numbers:
+    def numbers_of(self, name: str) -> Numbers:
         self.calls.append(FP8GlobalStateManager.is_fp8_enabled())
         if not self.calls[-1]:
-            return super().numbers()
-        kept, backward = self._fp8_workspaces.get("weight"), torch.is_grad_enabled()
+            return super().numbers_of(name)
+        kept, backward = self._fp8_workspaces.get(name), torch.is_grad_enabled()
         lacks = kept is not None and backward and kept.along_columns is None
         with torch.no_grad():
-            now = Kept(self, backward=backward)
+            now = Kept(self, getattr(self, name), backward=backward)
         if kept is None or lacks or self.is_first_microbatch:
-            self._fp8_workspaces["weight"] = kept = now
+            self._fp8_workspaces[name] = kept = now
             self.quantized += 1
         assert torch.equal(kept.along_rows, now.along_rows), "the kept weight is an old one"
         return kept
 
 
+class QuantizedLinear(Quantized, Linear):
+    """Of one weight."""
+
+
+class QuantizedGroupedLinear(Quantized, GroupedLinear):
+    """Of experts. As there, numbers of rows must be multiples: of more in a tensor than in a list."""
+
+    def forward(self, rows: Tensor, counts: list[int] | Tensor) -> tuple[Tensor, Any]:
+        if FP8GlobalStateManager.is_fp8_enabled():
+            on_device = isinstance(counts, Tensor)
+            tile = 128 if on_device else PADDED
+            numbers = [*(counts.tolist() if on_device else counts), len(rows)]
+            assert not any(number % tile for number in numbers), f"{numbers} are no multiples of {tile}"
+        return super().forward(rows, counts)
+
+
+PADDED = 32
+"""What Megatron's padding makes numbers of rows a multiple of; 16 would do for some recipes."""
+
+
+class Padding(torch.nn.Module):
+    """``Fp8Padding``: zeros after the rows of each expert, up to a multiple of :data:`PADDED`."""
+
+    def __init__(self, num_experts: int, align_size: int | None = None) -> None:
+        super().__init__()
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
+        padded = [number + -number % PADDED for number in counts]
+        parts = zip(rows.split(counts), padded, strict=True)
+        filled = [torch.nn.functional.pad(part, (0, 0, 0, number - len(part))) for part, number in parts]
+        return torch.cat(filled), padded
+
+
+class Unpadding(Padding):
+    """``Fp8Unpadding``: the rows without them."""
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:  # type: ignore[override]
+        parts = rows.split([number + -number % PADDED for number in counts])
+        return torch.cat([part[:number] for part, number in zip(parts, counts, strict=True)])
+
+
 def quantize_linears(layer: torch.nn.Module, recipe: str, *, experts_round_gradients: bool) -> None:
-    """Replace all linear layers of Megatron in ``layer``; names and parameters stay the same."""
+    """Replace all linear layers in ``layer``, of Megatron or grouped ones; parameters stay the same."""
     for path, parent in list(layer.named_modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                rounds = experts_round_gradients or "local_experts" not in path
-                setattr(parent, name, QuantizedLinear(module, recipe, rounds_gradient=rounds))
+                new: Quantized = QuantizedLinear(module)
+            elif isinstance(module, GroupedLinear):
+                new = QuantizedGroupedLinear(module.linears)
+                new.save_original_input = module.save_original_input
+            else:
+                continue
+            rounds = experts_round_gradients or "experts" not in path.replace("shared_experts", "")
+            new.set_up(recipe, rounds_gradient=rounds)
+            setattr(parent, name, new)

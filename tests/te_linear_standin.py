@@ -11,10 +11,17 @@ They treat gradients of weights as its releases 2.3 to 2.18 do:
 - Without, a grouped layer that delays gives autograd the memory that the product will write, and another
   layer None.
 - The gradient of a bias that the layer adds is a result of the weight's product; of one that it returns, not.
+- A grouped layer takes numbers of rows in a list; from 2.17 on also in a tensor, and there may be more rows,
+  which are neither read nor written. Its delayed product then takes objects that hold tensors, and gradients
+  of biases are not its result. Where a variable or another setting would make it read the tensor on the host,
+  the stand-in fails.
 """
 
+import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +30,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _reduce_scatter_along_first_dim
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
+
+from megatron_ampipe import compat
 
 
 class WeightGradStore:
@@ -55,6 +65,10 @@ class Engine(Module):
         self.is_first_microbatch = True
         self.wgrad_store: Any = WeightGradStore()
         self.delayed = 0
+
+    def numbers_of(self, name: str) -> "Numbers":
+        """What products with the weight of this name read."""
+        return Numbers(getattr(self, name))
 
     def result(self, output: Tensor, bias: Any) -> tuple[Tensor, Any]:
         """As Megatron's wrappers."""
@@ -121,9 +135,6 @@ class Linear(Engine):
         self.scatters = parallel and isinstance(linear, RowParallelLinear)
         self.tp_group = linear.tp_group
 
-    def numbers(self) -> Numbers:
-        return Numbers(self.weight)
-
     def forward(self, rows: Tensor) -> tuple[Tensor, Any]:
         if hasattr(self, "layer_norm_weight"):
             weight, bias, width = self.layer_norm_weight, self.layer_norm_bias, rows.shape[-1:]
@@ -134,7 +145,7 @@ class Linear(Engine):
             )
         bias = self.bias if self.use_bias else None
         applied = bias if self.applies_bias else None
-        options = self, self.wgrad_store, self.is_first_microbatch, self.numbers()
+        options = self, self.wgrad_store, self.is_first_microbatch, self.numbers_of("weight")
         output = _Linear.apply(rows, self.weight, applied, options)
         return self.result(output, bias)
 
@@ -186,54 +197,119 @@ class GroupedLinear(Engine):
         }
         applies = isinstance(linears[0], ColumnParallelLinear)
         super().__init__(linears[0].config, parameters, applies_bias=applies)
-        self.num_gemms = len(linears)
+        self.num_gemms, self.save_original_input = len(linears), False
+        # Not modules of this one.
+        self.linears = tuple(linears)
 
     def of_each(self, name: str) -> list[Parameter]:
         return [getattr(self, f"{name}{index}") for index in range(self.num_gemms)]
 
-    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, Any]:
+    def forward(self, rows: Tensor, counts: list[int] | Tensor) -> tuple[Tensor, Any]:
+        if isinstance(counts, Tensor):
+            assert type(counts) is Tensor and counts.dtype == torch.int64, type(counts)
+            assert counts.shape == (self.num_gemms,)
+            reads = os.environ.get(SWITCH) != "1" or self.save_original_input
+            assert not reads, "the layer reads the numbers on the host"
+        else:
+            assert len(rows) == sum(counts)
         biases = self.of_each("bias") if self.use_bias else []
         applied = biases if self.applies_bias else []
-        options = self, self.wgrad_store, self.is_first_microbatch, list(counts)
+        numbers = [self.numbers_of(f"weight{index}") for index in range(self.num_gemms)]
+        options = self, self.wgrad_store, self.is_first_microbatch, numbers, counts
         output = _GroupedLinear.apply(rows, options, *self.of_each("weight"), *applied)
         return self.result(output, biases)
+
+
+SWITCH = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, options: Any, *parameters: Tensor) -> Tensor:
-        ctx.linear, ctx.store, ctx.first, ctx.counts = options
+        ctx.linear, ctx.store, ctx.first, ctx.numbers, counts = options
         count = ctx.linear.num_gemms
-        ctx.save_for_backward(rows, *parameters[:count])
+        ctx.shape, ctx.on_device = rows.shape, isinstance(counts, Tensor)
+        if ctx.on_device:
+            # As there: each of these, some of them twice.
+            offsets = counts.cumsum(0)
+            ctx.save_for_backward(rows.reshape(-1), counts, offsets, *parameters[:count], counts, offsets)
+            parts = _Groups(offsets, len(rows))
+        else:
+            ctx.save_for_backward(rows, *parameters[:count])
+            ctx.parts = parts = _Lists(counts)
         biases = parameters[count:]
         ctx.has_bias = bool(biases)
-        parts = zip(rows.split(ctx.counts), parameters[:count], biases or [None] * count, strict=True)
-        return torch.cat([F.linear(*part) for part in parts])
+        inputs = zip(parts.split(rows), ctx.numbers, biases or [None] * count, strict=True)
+        outputs = [F.linear(one.operand(part, -1), one.along_rows, bias) for part, one, bias in inputs]
+        return parts.joined(outputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
-        linear, first, has_bias = ctx.linear, ctx.first, ctx.has_bias
-        count, owners = linear.num_gemms, linear.of_each("weight")
-        inputs, outputs = list(rows.split(ctx.counts)), list(gradient.split(ctx.counts))
-        of_rows = torch.cat([part @ weight for part, weight in zip(outputs, weights, strict=True)])
+        rows, *others = ctx.saved_tensors
+        linear, first, has_bias, numbers = ctx.linear, ctx.first, ctx.has_bias, ctx.numbers
+        count, owners, on_device = linear.num_gemms, linear.of_each("weight"), ctx.on_device
+        rows = rows.view(ctx.shape)
+        parts: Any = _Groups(others[-1], len(rows)) if on_device else ctx.parts
+        outputs = parts.split(gradient)
+        of_parts = [
+            one.operand(part, -1) @ one.along_columns for part, one in zip(outputs, numbers, strict=True)
+        ]
+        of_rows = parts.joined(of_parts)
         if linear.fuse_wgrad_accumulation:
             results = [weight.main_grad for weight in owners]
         else:
-            results = [torch.full_like(weight, float("nan")) for weight in weights]
+            results = [torch.full_like(weight, float("nan")) for weight in owners]
+        empty = torch.empty(0)
+        of_biases = [part.sum(0) if has_bias else empty for part in outputs]
 
-        def product(inputs: list[Tensor], outputs: list[Tensor], results: list[Tensor]) -> Any:
-            for weight, *parts, result in zip(owners, inputs, outputs, results, strict=True):
-                found = weight_gradient(linear, weight, first, *parts)
+        def product(inputs: Any, outputs: Any, results: list[Tensor]) -> Any:
+            if on_device:
+                inputs, outputs = parts.split(inputs.data), parts.split(outputs.data)
+            for weight, *pair, one, result in zip(owners, inputs, outputs, numbers, results, strict=True):
+                computed = weight_gradient(linear, weight, first, *[one.operand(part, 0) for part in pair])
                 if not linear.fuse_wgrad_accumulation:
-                    result.copy_(found)
-            empty = torch.empty(0)
-            return results, [part.sum(0) if has_bias else empty for part in outputs], None
+                    result.copy_(computed)
+            return (None, [None] * count, None) if on_device else (results, of_biases, None)
 
-        found = linear.run_product(ctx, product, [inputs, outputs, results])
-        of_biases = [None] * count if found is None else found[1]
+        operands: list[Any] = [parts.split(rows), outputs, results]
+        if on_device:
+            operands[:2] = SimpleNamespace(data=rows), SimpleNamespace(data=gradient)
+        is_done = linear.run_product(ctx, product, operands) is not None
         of_weights = [linear.for_autograd(*pair) for pair in zip(owners, results, strict=True)]
-        return of_rows, None, *of_weights, *(of_biases if has_bias else [])
+        given = of_biases if is_done or on_device else [None] * count
+        return of_rows, None, *of_weights, *(given if has_bias else [])
+
+
+class _Lists:
+    """The rows of each expert, of numbers that the host has."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = list(counts)
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        return list(rows.split(self.counts))
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+
+class _Groups:
+    """The rows of each expert, which the host does not know: in all rows, among zeros."""
+
+    def __init__(self, ends: Tensor, num_rows: int) -> None:
+        numbers = torch.arange(num_rows, device=ends.device)
+        expert = torch.searchsorted(ends, numbers, right=True).unsqueeze(1)
+        self.masks = [expert == number for number in range(len(ends))]
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        return [torch.where(mask, rows, 0) for mask in self.masks]
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Rows of no expert are not written."""
+        found = torch.full_like(parts[0], float("nan"))
+        for mask, part in zip(self.masks, parts, strict=True):
+            found = torch.where(mask, part, found)
+        return found
 
 
 def use_engine(layer: Module, *, grouped: bool) -> None:
@@ -274,6 +350,31 @@ def _grouped(experts: Any) -> TEGroupedMLP:
     )
     groups = type("Groups", (), {"ep": experts.ep_group, "expt_tp": experts.tp_group})
     return TEGroupedMLP(len(experts.local_experts), experts.config, submodules, groups)
+
+
+def with_grouped_experts(spec: Any) -> Any:
+    """A layer's specification, with these layers in its experts from the beginning."""
+    if compat.mlp_class(spec.submodules.mlp) is not MoELayer:
+        return spec
+    build = functools.partial(
+        TEGroupedMLP,
+        submodules=GroupedMLPSubmodules(
+            functools.partial(_build_grouped, ColumnParallelLinear, gather_output=False),
+            functools.partial(_build_grouped, RowParallelLinear, input_is_parallel=True),
+        ),
+    )
+    moe = dataclasses.replace(compat.moe_submodules(spec.submodules.mlp), experts=build)
+    mlp = compat.with_moe_submodules(spec.submodules.mlp, moe)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mlp=mlp))
+
+
+def _build_grouped(
+    kind: Any, num_experts: int, *sizes: int, pg_collection: Any, **options: Any
+) -> GroupedLinear:
+    del options["name"]
+    return GroupedLinear(
+        [kind(*sizes, tp_group=pg_collection.expt_tp, **options) for _ in range(num_experts)]
+    )
 
 
 def delayed_products(layer: Module) -> dict[str, int]:

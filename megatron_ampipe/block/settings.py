@@ -228,7 +228,6 @@ TRACED_ITERATIONS = 3
 """Number of iterations in a trace: the last ones of the run."""
 
 _CHOSEN = "is what --ampipe-degree auto chooses"
-_CHOSEN_LATER = "learns budgets of the chunks, and a trial changes these"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
 
 
@@ -378,7 +377,6 @@ class Settings:
         "device; a step that exceeds one is repeated with exact rows",
         choices=("exact", "fixed"),
         acts="layers",
-        with_auto=_CHOSEN_LATER,
         says="numbers of rows stay on the device; the log says if a step was repeated",
     )
     rows_margin: float = _row(

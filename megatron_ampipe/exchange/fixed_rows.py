@@ -28,7 +28,8 @@ from megatron_ampipe.runtime.collectives import copy_to_device
 from megatron_ampipe.schedule.row_budget import rows_of_budget
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, M rows that are
-# sent with padding, R rows that arrive with padding, S ranks that share an expert.
+# sent with padding, R rows that arrive with padding, Q rows sorted by expert with padding, S ranks that share
+# an expert.
 
 PADDING = 0.0
 """What padding holds; no result depends on it. Tests set it to NaN."""
@@ -96,6 +97,10 @@ class ChunkRows:
         """``[P, P]`` int64, on the device: the largest counts of the current step."""
         self.window: Tensor | None = None
         """The same of the last steps, from which the budget is learned."""
+        self.num_steps = 0
+        """Steps that ran the chunk, until it has a budget."""
+        self.runs_now = False
+        """Whether the current step runs it; with a budget, a CUDA graph may do so without saying it."""
         self.sent: Slots | None = None
         """Of the rows that this rank sends. Made with the budget: a pass copies nothing to the device."""
         self.received: Slots | None = None
@@ -103,6 +108,7 @@ class ChunkRows:
 
     def record(self, counts: Tensor) -> None:
         """Take over counts ``[P, P]`` of a micro-batch: rows of each rank for each rank."""
+        self.runs_now = True
         if self.peak is None:
             self.peak = counts.clone()
         else:
@@ -112,11 +118,13 @@ class ChunkRows:
         """Set the budget from the largest counts of the window. The host waits for them.
 
         If it ``may_shrink``, a new window begins; else no number of rows becomes smaller. ``keeps`` says
-        whether the present budget stays.
+        whether the present budget stays, which it also does if no step of the window ran the chunk.
         """
         if self.window is None:
             return
         counts: Counts = self.window.tolist()
+        if not any(map(any, counts)):
+            return
         learned = budget_of(counts, margin=margin)
         if may_shrink:
             self.window.zero_()
@@ -155,6 +163,7 @@ class ReceivedRows(ChunkRows):
 
     def record_own(self, count: int | Tensor, device: torch.device) -> None:
         """Take over how many rows this rank has received of a micro-batch, a number or ``[1]`` int64."""
+        self.runs_now = True
         if self.peak is None:
             self.peak = torch.zeros((1, self._group.size()), dtype=torch.int64, device=device)
         own = self.peak[0, self._rank : self._rank + 1]
@@ -206,6 +215,7 @@ class FixedRows:
     def begin_step(self) -> None:
         """Forget the counts of the current step."""
         for chunk in self._chunks:
+            chunk.runs_now = False
             if chunk.peak is not None:
                 chunk.peak.zero_()
 
@@ -225,6 +235,7 @@ class FixedRows:
         for chunk in self._chunks:
             if chunk.peak is None:
                 continue
+            chunk.num_steps += chunk.runs_now
             if chunk.window is None:
                 chunk.window = chunk.peak.clone()
             else:
@@ -235,12 +246,28 @@ class FixedRows:
         for chunk in self._chunks:
             chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
 
+    def learn_first(self, margin: float, *, warm_up: int) -> None:
+        """Set the first budget of the chunks that have run in so many steps with exact rows.
+
+        Each number of chunks that is tried has other chunks.
+        """
+        for chunk in self._chunks:
+            if chunk.budget is None and chunk.num_steps >= warm_up:
+                chunk.learn(margin, may_shrink=False)
+
+    def learn_again(self, margin: float, *, may_shrink: bool, keeps: Keeps) -> None:
+        """Set the budget of every chunk that has one."""
+        for chunk in self._chunks:
+            if chunk.budget is not None:
+                chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
+
 
 class ExpertOffsets(NamedTuple):
     """Where the rows of each local expert end; in place of their numbers on the host."""
 
     ends: Tensor
-    """``[L]`` int32 on the device. Rows after the last are padding."""
+    """``[L]`` int32 on the device: multiples of the tile, up to which an expert's rows are filled with zeros.
+    Rows after the last are padding."""
 
 
 class FixedSplits(NamedTuple):
@@ -251,15 +278,22 @@ class FixedSplits(NamedTuple):
     """``[P * S, E]`` int64: rows of each rank for each expert."""
 
 
-class _Arrival(NamedTuple):
-    """The order by expert of received rows, and back; each with the mask of what is no padding."""
+class _Order(NamedTuple):
+    """An order of rows, taken from another order of them."""
 
     source: Tensor
-    """``[R]``: the received row at each place in the order by expert."""
-    is_sorted: Tensor
-    place: Tensor
-    """``[R]``: the place of each received row in the order by expert."""
-    is_received: Tensor
+    """``[N]``: the row of the other order at each place; any where there is none."""
+    is_padding: Tensor
+    """``[N]`` bool: whether there is none."""
+    filler: float
+    """What is there."""
+
+
+class _Arrival(NamedTuple):
+    """The received rows in the order by expert (``Q``), and back in that of their arrival (``R``)."""
+
+    by_expert: _Order
+    received: _Order
 
 
 class BudgetedChunk:
@@ -272,10 +306,14 @@ class BudgetedChunk:
     _known: dict[tuple[int, int], ChunkRows]
     _rows: ChunkRows
     _budget: RowBudget | None = None
+    _tile = 1
 
-    def share(self, fixed_rows: FixedRows) -> None:
-        """Use the state of the process; called once."""
-        self._fixed_rows, self._known = fixed_rows, {}
+    def share(self, fixed_rows: FixedRows, *, tile: int = 1) -> None:
+        """Use the state of the process; called once.
+
+        ``tile``: The products need numbers of rows that are multiples of it, of all rows too.
+        """
+        self._fixed_rows, self._known, self._tile = fixed_rows, {}, tile
 
     def of_chunk(self, chunk: int, num_chunks: int) -> Self:
         """The dispatcher of a chunk in one pass."""
@@ -339,14 +377,14 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         slots = self._rows.sent
         assert slots is not None
         per_rank = per_expert.view(self._num_ranks, self._num_local).sum(dim=1)
-        self._is_used = slots.place < per_rank[slots.rank]
+        self._is_padding = slots.place >= per_rank[slots.rank]
         begins = per_rank.cumsum(dim=0) - per_rank
-        copies = torch.where(self._is_used, begins[slots.rank] + slots.place, 0)
+        copies = torch.where(self._is_padding, 0, begins[slots.rank] + slots.place)
         # A stable sort puts marked entries first, by expert and then by token.
         marks = routing_map.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[copies]
         self._token = marks % num_tokens
         chosen = self._token * num_experts + marks // num_tokens
-        row_probs = torch.where(self._is_used, probs.reshape(-1).index_select(0, chosen), PADDING)
+        row_probs = _padded(probs.reshape(-1).index_select(0, chosen), self._is_padding)
         return self.tokens_again(hidden_states), row_probs
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
@@ -354,7 +392,7 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         if self._budget is None:
             return super().tokens_again(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return torch.where(self._is_used.unsqueeze(1), tokens.index_select(0, self._token), PADDING)
+        return _padded(tokens.index_select(0, self._token), self._is_padding)
 
     def set_counts(self, gathered: Tensor) -> None:
         """Set the counts of all ranks; with a budget nobody waits for them on the host."""
@@ -396,7 +434,9 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
             return super().dispatch_postprocess(rows, probs)
         arrival, ends = self._sort()
         self._arrival = arrival
-        return reorder(rows, arrival), ExpertOffsets(ends), reorder(probs, arrival)
+        by_expert, received = arrival
+        tokens = reorder(rows, by_expert, back=received)
+        return tokens, ExpertOffsets(ends), reorder(probs, by_expert, back=received)
 
     def _sort(self) -> tuple[_Arrival, Tensor]:
         """The order by expert and then by sender, as Megatron's; and where each expert's rows end."""
@@ -411,51 +451,67 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         part_ends = torch.minimum(to_here.cumsum(dim=1), slots.sizes.unsqueeze(1))
         sizes = part_ends.diff(dim=1, prepend=torch.zeros_like(part_ends[:, :1]))
         begins = slots.starts.unsqueeze(1) + part_ends - sizes
-        # Pieces in the order by expert: [L * S * P].
-        piece_sizes = sizes.T.reshape(-1)
+        # Pieces in the order by expert, [L, S * P]; with tiles each expert has one more, which is no row.
+        sizes, begins = sizes.T, begins.T
+        num_sorted, num_pieces = num_rows, sizes.shape[1]
+        if self._tile > 1:
+            filled = (-sizes.sum(dim=1, keepdim=True)).remainder(self._tile)
+            sizes = torch.cat([sizes, filled], dim=1)
+            begins = torch.cat([begins, torch.zeros_like(filled)], dim=1)
+            num_sorted = self._num_filled(num_rows)
+        piece_sizes, piece_begins = sizes.reshape(-1), begins.reshape(-1)
         piece_ends = piece_sizes.cumsum(dim=0)
-        piece_begins = begins.T.reshape(-1)
-        sorted_places = torch.arange(num_rows, device=slots.rank.device)
-        is_sorted = sorted_places < piece_ends[-1]
+        sorted_places = torch.arange(num_sorted, device=slots.rank.device)
+        pads_sorted = sorted_places >= piece_ends[-1]
         piece = torch.searchsorted(piece_ends, sorted_places, right=True).clamp(max=len(piece_ends) - 1)
+        if self._tile > 1:
+            pads_sorted = pads_sorted | (piece % (num_pieces + 1) == num_pieces)
         source = piece_begins[piece] + sorted_places - (piece_ends - piece_sizes)[piece]
-        source = torch.where(is_sorted, source, num_rows)
+        source = torch.where(pads_sorted, num_rows, source)
         # Padding goes to one more row, which is cut off.
         place = torch.zeros(num_rows + 1, dtype=torch.int64, device=slots.rank.device)
         place = place.scatter(0, source, sorted_places)[:num_rows]
-        is_received = slots.place < part_ends[slots.rank, -1]
-        source = torch.where(is_sorted, source, 0)
+        pads_received = slots.place >= part_ends[slots.rank, -1]
+        source = torch.where(pads_sorted, 0, source)
         ends = piece_ends.view(self._num_local, -1)[:, -1]
         # Grouped products require a stride of 1, of a single offset too.
         ends = ends.to(torch.int32, memory_format=torch.contiguous_format)
-        return _Arrival(source, is_sorted, place, is_received), ends
+        # Products read the zeros of a tile, and nothing after the last one.
+        filler = PADDING if self._tile == 1 else 0.0
+        by_expert = _Order(source, pads_sorted, filler)
+        return _Arrival(by_expert, _Order(place, pads_received, PADDING)), ends
+
+    def _num_filled(self, num_rows: int) -> int:
+        """The number of sorted rows: of tiles that are enough for ``num_rows``, whoever's they are."""
+        most = num_rows + self._num_local * (self._tile - 1)
+        return -(-most // self._tile) * self._tile
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().combine_preprocess(hidden_states)
-        arrival = self._arrival
-        back = _Arrival(arrival.place, arrival.is_received, arrival.source, arrival.is_sorted)
-        return reorder(hidden_states, back)
+        by_expert, received = self._arrival
+        return reorder(hidden_states, received, back=by_expert)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().combine_postprocess(rows)
-        kept = torch.where(self._is_used.unsqueeze(1), rows, 0)
         num_tokens = self.hidden_shape[:-1].numel()
-        sums = rows.new_zeros((num_tokens, rows.shape[1])).index_add(0, self._token, kept)
+        sums: Tensor = _Sums.apply(rows, self._token, self._is_padding, num_tokens)
         return sums.view(self.hidden_shape)
 
 
-def reorder(rows: Tensor, arrival: _Arrival) -> Tensor:
-    """Received rows ``[R, ...]`` in the order by expert, then padding. Differentiable."""
-    ordered: Tensor = _Reorder.apply(rows, *arrival)
+def reorder(rows: Tensor, order: _Order, *, back: _Order) -> Tensor:
+    """The rows ``[M, ...]`` in an order ``[N, ...]``, which ``back`` inverts. Differentiable."""
+    ordered: Tensor = _Reorder.apply(rows, order, back)
     return ordered
 
 
-class _ReorderContext(Protocol):
-    """What a node of :class:`_Reorder` saves."""
+class _Context(Protocol):
+    """What a node saves."""
+
+    filler: float
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]: ...
@@ -467,28 +523,47 @@ class _Reorder(torch.autograd.Function):
     """Selects rows in an order that has an inverse, so that its backward selects too and adds nothing."""
 
     @staticmethod
-    def forward(
-        ctx: _ReorderContext,
-        rows: Tensor,
-        source: Tensor,
-        is_sorted: Tensor,
-        place: Tensor,
-        is_received: Tensor,
-    ) -> Tensor:
-        """``[R, ...]`` from ``rows[source]``; padding where not ``is_sorted``."""
-        ctx.save_for_backward(place, is_received)
-        return _selected(rows, source, is_sorted)
+    def forward(ctx: _Context, rows: Tensor, order: _Order, back: _Order) -> Tensor:
+        """The rows in ``order``."""
+        ctx.save_for_backward(back.source, back.is_padding)
+        ctx.filler = back.filler
+        return _selected(rows, order.source, order.is_padding, order.filler)
 
     @staticmethod
-    def backward(ctx: _ReorderContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The other order."""
-        place, is_received = ctx.saved_tensors
-        return _selected(gradient, place, is_received), None, None, None, None
+        source, is_padding = ctx.saved_tensors
+        return _selected(gradient, source, is_padding, ctx.filler), None, None
 
 
-def _selected(rows: Tensor, index: Tensor, is_kept: Tensor) -> Tensor:
-    mask = is_kept.view(-1, *[1] * (rows.dim() - 1))
-    return torch.where(mask, rows.index_select(0, index), PADDING)
+class _Sums(torch.autograd.Function):
+    """Adds the rows of each token, without padding. Unlike in ``index_add`` of torch, no rows are saved."""
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int) -> Tensor:
+        """``[M, D]`` to ``[T, D]``."""
+        ctx.save_for_backward(token, is_padding)
+        kept = torch.where(is_padding.unsqueeze(1), 0, rows)
+        return rows.new_zeros((num_tokens, rows.shape[1])).index_add_(0, token, kept)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of its token for each row."""
+        token, is_padding = ctx.saved_tensors
+        return _selected(gradient, token, is_padding, PADDING), None, None, None
+
+
+def _selected(rows: Tensor, index: Tensor, is_padding: Tensor, filler: float) -> Tensor:
+    return _filled(rows.index_select(0, index), is_padding, filler)
+
+
+def _padded(rows: Tensor, is_padding: Tensor) -> Tensor:
+    return _filled(rows, is_padding, PADDING)
+
+
+def _filled(rows: Tensor, is_padding: Tensor, filler: float) -> Tensor:
+    """Fill padding in ``[R, ...]`` in place: another copy of the rows can be the peak of memory."""
+    return rows.masked_fill_(is_padding.view(-1, *[1] * (rows.dim() - 1)), filler)
 
 
 def budget_of(counts: Counts, *, margin: float) -> RowBudget:

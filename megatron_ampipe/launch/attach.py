@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe import compat
@@ -18,7 +17,7 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
 from megatron_ampipe.launch.environment import PARTNER_FLAG
-from megatron_ampipe.launch.fixed_rows import FixedRowsSteps, require_grouped_products
+from megatron_ampipe.launch.fixed_rows import WARM_UP, FixedRowsSteps
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.launch.partners import PartneredSteps
@@ -46,8 +45,6 @@ def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPi
             flag = PARTNER_FLAG if "partner" in run.implied else SETTING["partner"].flag
             hooks.add(PartneredSteps(context, environment, flag=flag))
         if context.fixed_rows is not None:
-            if environment.on_gpu:
-                require_grouped_products(torch.cuda.get_device_capability())
             margin = run.settings.rows_margin
             hooks.add(
                 FixedRowsSteps(
@@ -123,6 +120,8 @@ def _choose_later(run: Run, context: AMPipeContext, hooks: Hooks) -> None:
         in_one_chunk=run.in_one_chunk,
         keep=functools.partial(save_choice, run),
         rows_of_tile=environment.rows_of_tile,
+        # Each number of chunks learns its budgets first.
+        warm_up=1 if context.fixed_rows is None else WARM_UP + 1,
     )
     if run.choice is not None:
         auto.start(environment.shape, run.choice)

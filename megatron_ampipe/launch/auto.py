@@ -46,6 +46,7 @@ class AutoDegree(Hook):
         in_one_chunk: Name of a further schedule that is tried at degree 1; None for none.
         keep: Called with every new choice and its shape, on every rank.
         rows_of_tile: Rows of an FP8 tile for a batch size; all chunks are multiples of it.
+        warm_up: Iterations with each pipeline before it is timed.
     """
 
     def __init__(
@@ -57,10 +58,13 @@ class AutoDegree(Hook):
         in_one_chunk: str | None = None,
         keep: Callable[[Shape, Plan], None] = lambda shape, choice: None,
         rows_of_tile: Callable[[int], int] = lambda batch: 1,
+        warm_up: int = 1,
     ) -> None:
         self._context, self._planner = context, planner
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
         self._keep, self._rows_of_tile = keep, rows_of_tile
+        self._warm_up = warm_up
+        self._was_repeated = False
         self._ranges = SizeRanges()
         self._choices: dict[Shape, Plan] = {}
         self._shape: Shape | None = None
@@ -79,9 +83,14 @@ class AutoDegree(Hook):
         """Set the next pipeline; measure it if pipelines are being tried."""
         # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
         self._use_next()
+        self._was_repeated = False
         passes = self._context.recorder.passes
         passes.restart()
         passes.measuring = self._trials is not None
+
+    def before_repeat(self) -> None:
+        """The times of this step are not used: they are of passes with other rows, and of a repeat."""
+        self._was_repeated = True
 
     def after_step(self) -> None:
         """Choose the pipeline of the next iteration."""
@@ -106,7 +115,7 @@ class AutoDegree(Hook):
             return
         if shape != self._shape:
             self._begin_shape(shape)
-        elif self._trials is not None:
+        elif self._trials is not None and not self._was_repeated:
             self._trials.add_times(*times_us)
         if self._trials is not None:
             self._next = Plan(pipeline=self._trials.pipeline, reason="a trial")
@@ -146,8 +155,9 @@ class AutoDegree(Hook):
                 replace(pipeline, schedule=self._in_one_chunk) for pipeline in cut if pipeline.degree == 1
             ]
         pipelines = list(dict.fromkeys([*uncut, *cut]))
-        self._trials = Trials(pipelines)
-        tried, most = ", ".join(map(str, degrees)), most_iterations(len(pipelines))
+        self._trials = Trials(pipelines, warm_up=self._warm_up)
+        tried = ", ".join(map(str, degrees))
+        most = most_iterations(len(pipelines), warm_up=self._warm_up)
         print_on_first_rank(
             f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration, for "
             f"up to {most} iterations; for a short run, set the degree: --ampipe-degree 2"

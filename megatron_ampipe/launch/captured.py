@@ -42,6 +42,11 @@ class CapturedStages:
     notes: tuple[tuple[str, str], ...] = ()
 
     @property
+    def of_passes(self) -> bool:
+        """Whether a graph is a whole pass."""
+        return self.modules == {WHOLE_LAYERS}
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is captured."""
         return not self.modules and not self.keeps_mamba

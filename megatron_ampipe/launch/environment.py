@@ -20,7 +20,7 @@ from megatron_ampipe.compat import delays_weight_gradients
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.model_block import StageLayers, block_of, layers_of
 from megatron_ampipe.plan.model_file import ModelFile
-from megatron_ampipe.plan.model_flags import SIZE_FLAGS
+from megatron_ampipe.plan.model_flags import GRAPH_FLAGS, SIZE_FLAGS
 from megatron_ampipe.plan.rank_memory import waiting_passes
 from megatron_ampipe.schedule import BlockFeatures, Exchange, Pipeline, useful_exchanges
 from megatron_ampipe.schedule.chunks import SequenceLayout
@@ -301,7 +301,7 @@ def model_of_args(
     values: dict[str, object] = {}
     for flag in keys:
         value = getattr(args, flag.replace("-", "_"), None)
-        if value is not None:
+        if value is not None and flag not in GRAPH_FLAGS:
             # Megatron's validation makes types of torch of some.
             values[flag] = _DTYPES.get(str(value), value)
     if "disable-bias-linear" in keys:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 
 from megatron_ampipe import compat
-from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.exchange.fixed_rows import Counts, FixedRows, RowBudget
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
@@ -24,24 +23,9 @@ from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.megatron_types import Model, Optimizer, RunPasses
 
 WARM_UP = 2
-"""Steps with exact rows before the first budget is learned."""
+"""Steps with exact rows before the first budget of a chunk is learned."""
 WINDOW = 16
 """A budget can become smaller after so many steps, whose largest counts it is learned from."""
-
-
-GROUPED_CAPABILITIES = (9, 10)
-"""Major compute capabilities for which torch has a grouped product that takes its sizes from the device."""
-
-
-def require_grouped_products(capability: tuple[int, int]) -> None:
-    """Raise :class:`BadInput` if products over local experts make the host of this GPU wait."""
-    if capability[0] not in GROUPED_CAPABILITIES:
-        major, minor = capability
-        rule = (
-            f"torch's products over experts take their sizes from the device on GPUs of compute capability 9 "
-            f"and 10, and this one has {major}.{minor}"
-        )
-        raise SETTING["rows"].refuse("fixed", rule, "Use --ampipe-rows exact.")
 
 
 _KEPT_SLACK = 0.75
@@ -149,8 +133,9 @@ class FixedRowsSteps(Hook):
     def after_step(self) -> None:
         """Learn budgets after the warm-up, when a window is full, and after a repeated step."""
         is_full = self._in_window >= WINDOW
-        if is_full or self._was_repeated or self._num_seen == WARM_UP:
-            self._rows.learn(self._margin, may_shrink=is_full, keeps=is_near)
+        if is_full or self._was_repeated:
+            self._rows.learn_again(self._margin, may_shrink=is_full, keeps=is_near)
+        self._rows.learn_first(self._margin, warm_up=WARM_UP)
         if is_full:
             self._in_window = 0
         self._was_repeated = False

@@ -18,7 +18,7 @@ from megatron_ampipe.launch.trials import Planner, Shape, candidates
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.kept import MemoryPrediction, by_work, fitting, simulated
-from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.memory import stage_bytes
 from megatron_ampipe.plan.model_block import StageLayers
 from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences, made_for
 from megatron_ampipe.plan.planner import make_plan
@@ -159,15 +159,15 @@ def _peak_of(block: Block, pipeline: Pipeline, layers: StageLayers, *, passes: i
     their backward, and (``ahead``) a layer more. It does not count embedding, logits, weights, gradients and
     optimizer.
     """
-    num_layers = layers.num_layers
-    dense = {num_layers * index + layer for index in range(passes) for layer in layers.dense}
 
     def peak(memory: str) -> float:
-        return peak_bytes(
+        return stage_bytes(
             block,
             replace(pipeline, memory=memory),
-            num_layers=num_layers * passes + ahead,
-            dense_layers=dense,
+            num_layers=layers.num_layers,
+            dense_layers=layers.dense,
+            passes=passes,
+            ahead=ahead,
             local=block.local,
         )
 

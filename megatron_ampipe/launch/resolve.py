@@ -67,7 +67,7 @@ def resolve(args: argparse.Namespace, run: Run, *, adjustments: Mapping[str, str
     run = replace(run, gate=gate, adjustments=adjustments)
     if run.pipelined:
         if run.settings.rows == "fixed" and on_gpu and not args.bf16:
-            rule = "without --bf16, torch's products over experts make the host of a GPU wait for their sizes"
+            rule = "without --bf16, products over experts make the host of a GPU wait for their sizes"
             raise SETTING["rows"].refuse("fixed", rule, "Add --bf16, or use --ampipe-rows exact.")
         run = _with_changed_arguments(args, run, on_gpu=on_gpu)
     run = replace(run, environment=environment_of(args, run.settings, on_gpu=on_gpu))
@@ -137,6 +137,7 @@ def _with_predictions(args: argparse.Namespace, run: Run) -> Run:
         return _with_one_chunk(args, run)
     # Schedules recompute in place of Megatron, where they have taken it over.
     block, layers = block_of_args(args, settings, recomputes=run.recomputed_layers > 0)
+    block = replace(block, captures_passes=run.graphs.of_passes)
     run = replace(run, block=block)
     cluster = None
     if settings.cluster is not None:

@@ -7,6 +7,7 @@ same decisions. All pipelines compute the same function, so trials do not change
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ MINIMUM_ROWS = 8
 """The least number of rows per chunk of a degree that is tried."""
 
 ROUNDS = 3
-"""How often each candidate is timed, after a warm-up round that does not count."""
+"""How often each candidate is timed, after a warm-up that does not count."""
 
 DROPPED_FACTOR = 1.5
 """A candidate is dropped if it takes more than this factor times the best time, in both directions."""
@@ -46,10 +47,10 @@ def candidates(rows: int, tile: int = 1) -> tuple[int, ...]:
     )
 
 
-def most_iterations(count: int) -> int:
+def most_iterations(count: int, *, warm_up: int = 1) -> int:
     """The most iterations that trials of ``count`` pipelines take, including the one that shows the shape."""
-    # Each pipeline has one warm-up. The best pipeline and the best pair of degrees are tried at the end.
-    return 1 + (1 + ROUNDS) * (count + 2)
+    # The best pipeline and the best pair of degrees are tried at the end.
+    return 1 + (warm_up + ROUNDS) * (count + 2)
 
 
 class Trials:
@@ -58,9 +59,11 @@ class Trials:
     Args:
         pipelines: The pipelines to try. Of two that are about as fast, the one with the lower degree is
             chosen; at the same degree, the first. Pairs of degrees use the schedule of the last pipeline.
+        warm_up: Iterations of each pipeline that do not count, one after another.
     """
 
-    def __init__(self, pipelines: Sequence[Pipeline]) -> None:
+    def __init__(self, pipelines: Sequence[Pipeline], *, warm_up: int = 1) -> None:
+        self._warm_up = warm_up
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
         self._steps = self._all_steps(pipelines)
         self.choice: Plan | None = None
@@ -88,7 +91,8 @@ class Trials:
     def _timed(self, pipelines: Sequence[Pipeline]) -> Iterator[Pipeline]:
         """Warm up, then time each pipeline in turn; forgets all earlier times."""
         self._times_us = {}
-        yield from pipelines
+        for pipeline in pipelines:
+            yield from itertools.repeat(pipeline, self._warm_up)
         left = list(pipelines)
         for round_index in range(ROUNDS):
             # The order rotates, so that a machine that becomes slower affects all equally.

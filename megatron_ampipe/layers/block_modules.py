@@ -28,6 +28,7 @@ from megatron_ampipe.layers import precision
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, reads_mask
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.dispatchers import Dispatcher, make_dispatcher, make_fixed_dispatcher
+from megatron_ampipe.layers.fixed_experts import has_local_experts
 from megatron_ampipe.layers.linear_layers import (
     Products,
     delay_wgrad,
@@ -297,7 +298,7 @@ class BlockModules:
     def called(self) -> Mapping[Module, None]:
         """The modules that stages call, without those inside of them."""
         read = self._read
-        if self.context.fixed_rows is not None:
+        if self.context.fixed_rows is not None and not self.dense and has_local_experts(self.moe.experts):
             # Products over the rows of all experts run in place of these modules.
             read = {kind: parts for kind, parts in read.items() if kind != kinds.EXPERT}
         parts = itertools.chain.from_iterable(read.values())

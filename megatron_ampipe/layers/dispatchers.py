@@ -9,7 +9,7 @@ from megatron_ampipe.exchange.fixed_rows import FixedRows, FixedRowsChunk
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
-from megatron_ampipe.layers.fixed_experts import require_local_experts
+from megatron_ampipe.layers.grouped_experts import require_fixed_experts, tile_of
 from megatron_ampipe.runtime.groups import made_group
 from megatron_ampipe.schedule import Exchange
 
@@ -56,7 +56,7 @@ def make_fixed_dispatcher(
         BadInput: its experts cannot take their numbers of rows from the device.
     """
     moe = layer.mlp
-    require_local_experts(moe.experts)
+    require_fixed_experts(moe.experts)
     local_experts = moe.num_local_experts, moe.local_expert_indices
     config, groups = layer.config, layer.pg_collection
     chunk: FixedRowsChunk | FixedHybridEPChunk
@@ -69,5 +69,5 @@ def make_fixed_dispatcher(
             pg_collection=groups,
             has_fixed_choices=moe.router.has_stock_routing,
         )
-    chunk.share(fixed_rows)
+    chunk.share(fixed_rows, tile=tile_of(config))
     return chunk

@@ -16,11 +16,15 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.exchange.fixed_rows import ExpertOffsets
-from megatron_ampipe.layers.linear_layers import products_of, replaced
+from megatron_ampipe.layers.linear_layers import (
+    LOCAL_LINEARS,
+    expert_products,
+    products_of,
+    replaced,
+)
 from megatron_ampipe.runtime.saved_tensors import ExpertTensors, LinearOutput
-from megatron_ampipe.runtime.segment import DelayedTensors, WeightProducts
+from megatron_ampipe.runtime.segment import DelayedTensors, WeightProducts, sum_dtype
 from megatron_ampipe.schedule import Direction
 
 # R rows, K inputs and N outputs of a linear layer, L local experts.
@@ -32,12 +36,26 @@ _ALIGNMENT = 16
 """Bytes that the rows of both operands of torch's grouped product must be a multiple of."""
 
 
-def require_local_experts(experts: Module) -> None:
-    """Raise :class:`BadInput` unless these experts can run over fixed rows."""
+GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities for which torch has a grouped product that takes its sizes from the device."""
+
+
+def has_local_experts(experts: Module) -> bool:
+    """Whether grouped products of torch can run in place of these experts: Megatron's local ones."""
     if type(experts) is not SequentialMLP:
-        rule = f"the experts are {type(experts).__name__}, whose products take numbers of rows from the host"
-        remedy = "Use --transformer-impl local without --moe-grouped-gemm, or --ampipe-rows exact."
-        raise SETTING["rows"].refuse("fixed", rule, remedy)
+        return False
+    first, second = expert_products(experts)
+    return all(type(linear) in LOCAL_LINEARS for linear in first + second)
+
+
+def local_products_problem(capability: tuple[int, int]) -> str | None:
+    """Why products over local experts make the host of a GPU wait; None if they do not."""
+    if capability[0] in GROUPED_CAPABILITIES:
+        return None
+    return (
+        "torch's products over experts take their sizes from the device on GPUs of compute capability 9 and "
+        f"10, and this one has {capability[0]}.{capability[1]}"
+    )
 
 
 def run_experts(experts: Module, rows: Tensor, probs: Tensor, products: FixedProducts) -> Tensor:
@@ -96,13 +114,22 @@ def _products(
     products = products_of(linears[0])
     output = grouped_product(rows, weights, offsets, stacked=stacked, products=products)
     if linears[0].bias is not None:
-        numbers = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
-        # Padding has the number after the last expert, whose bias gets what gradient its rows have.
-        expert = torch.searchsorted(offsets.ends, numbers, right=True)
-        biases = torch.stack([*(linear.bias for linear in linears), torch.zeros_like(linears[0].bias)])
-        added = biases.index_select(0, expert)
+        added = biases_of_rows([linear.bias for linear in linears], offsets.ends, len(rows))
         output = output + (added if scale is None else (added * scale.unsqueeze(-1)).to(added.dtype))
     return output, None
+
+
+def biases_of_rows(biases: Sequence[Tensor], ends: Tensor, num_rows: int) -> Tensor:
+    """``[R, N]``: of each row the bias of its expert, whose rows end at ``ends [L]``.
+
+    Gradients of 16 bits are summed in fp32, as in a linear layer.
+    """
+    numbers = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
+    # Padding has the number after the last expert, whose bias gets what gradient its rows have.
+    expert = torch.searchsorted(ends, numbers, right=True)
+    every_bias = torch.stack([*biases, torch.zeros_like(biases[0])])
+    wide = every_bias.to(sum_dtype(every_bias))
+    return wide.index_select(0, expert).to(every_bias.dtype)
 
 
 class StackedWeights:
@@ -123,9 +150,14 @@ class StackedWeights:
         if stacked is None:
             with torch.no_grad():
                 stacked = self._stacked = torch.stack(list(weights))
-        self._num_uses[direction] = (self._num_uses[direction] + 1) % self._num_chunks
-        # In a recompute, both directions run chunk by chunk.
-        if not any(self._num_uses.values()):
+        self._num_uses[direction] += 1
+        num_forward, num_backward = self._num_uses.values()
+        if num_backward == self._num_chunks:
+            # Fewer chunks than all may have run again before.
+            self._num_uses = {Direction.FORWARD: 0, Direction.BACKWARD: 0}
+            self._stacked = None
+        elif num_forward == self._num_chunks and num_backward == 0:
+            self._num_uses[Direction.FORWARD] = 0
             self._stacked = None
         return stacked
 

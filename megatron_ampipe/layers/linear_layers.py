@@ -27,7 +27,8 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.saved_tensors import ExpertTensors
 from megatron_ampipe.runtime.segment import DelayedTensors, WeightProducts
 
-_LOCAL = (ColumnParallelLinear, RowParallelLinear)
+LOCAL_LINEARS = (ColumnParallelLinear, RowParallelLinear)
+"""Megatron's own linear layers."""
 Products = tuple[tuple[Module, ...], tuple[Module, ...]]
 """The first and the second linear layers of the local experts; one of each for a grouped GEMM."""
 
@@ -54,7 +55,8 @@ def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Module, ...]:
     These are Megatron's local layers, and its wrappers of Transformer Engine's layers with a wgrad store.
     """
     modules = (module for part in parts if isinstance(part, Module) for module in part.modules())
-    return tuple({module: None for module in modules if type(module) in _LOCAL or _delays_weights(module)})
+    delaying = (module for module in modules if type(module) in LOCAL_LINEARS or _delays_weights(module))
+    return tuple(dict.fromkeys(delaying))
 
 
 def _delays_weights(module: Module) -> bool:
@@ -65,7 +67,7 @@ def delay_wgrad(linears: Sequence[Module], products: WeightProducts) -> Abstract
     """A context in which these layers leave the gradients of their trained weights to ``products``."""
     values: list[tuple[Module, str, object]] = []
     for linear in linears:
-        if type(linear) not in _LOCAL:
+        if type(linear) not in LOCAL_LINEARS:
             values.append((linear, "wgrad_store", _Store(linear, products)))
         elif isinstance(linear.weight, Parameter) and linear.weight.requires_grad:
             values.append((linear, "_forward_impl", functools.partial(_forward, linear.weight, products)))

@@ -7,10 +7,13 @@ Megatron's forward hooks wait for the parameters under ``--overlap-param-gather`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import Module
 
@@ -21,6 +24,7 @@ from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, wit
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.fixed_experts import FixedProducts, run_experts
+from megatron_ampipe.layers.grouped_experts import rows_of_experts, rows_on_device
 from megatron_ampipe.layers.linear_layers import products_run_by, replaced
 from megatron_ampipe.layers.stage_functions import ReadBlock, Tensors, runs
 from megatron_ampipe.runtime.collectives import Transfer
@@ -214,14 +218,17 @@ def _products(
     tokens: Tensor,
     probs: Tensor,
 ) -> Tensor:
-    block = state.block
+    block, experts = state.block, state.block.moe.experts
+    on_device: AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(tokens_per_expert, ExpertOffsets):
-        products = FixedProducts(tokens_per_expert, state.expert_weights, inner)
-        return run_experts(block.moe.experts, tokens, probs, products)
+        if isinstance(experts, SequentialMLP):
+            products = FixedProducts(tokens_per_expert, state.expert_weights, inner)
+            return run_experts(experts, tokens, probs, products)
+        tokens_per_expert, on_device = rows_of_experts(tokens_per_expert.ends), rows_on_device(experts)
     # Megatron's checkpoint inside the experts fails under ``torch.autograd.grad``.
-    stock = replaced((block.moe.experts, "activation_recompute", False))
-    with stock, products_run_by(inner, block.expert_products):
-        result: tuple[Tensor, None] = block.moe.experts(tokens, tokens_per_expert, probs)
+    stock = replaced((experts, "activation_recompute", False))
+    with stock, on_device, products_run_by(inner, block.expert_products):
+        result: tuple[Tensor, None] = experts(tokens, tokens_per_expert, probs)
     output, bias = result
     assert bias is None, "Megatron's experts add their bias themselves"
     return output

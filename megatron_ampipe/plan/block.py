@@ -71,6 +71,7 @@ class Block:
         places_reductions: Gradient reductions are stages (``--ampipe-grad-reduce placed``).
         rows_margin: ``--ampipe-rows-margin`` with ``--ampipe-rows fixed``; None for exact rows, as in
             Megatron's layer.
+        captures_passes: The pass of a stack is one CUDA graph (``--cuda-graph-impl`` with fixed rows).
     """
 
     sequence_length: int = _recorded("--seq-length")
@@ -122,6 +123,9 @@ class Block:
     shards_optimizer: bool = False
     places_reductions: bool = False
     rows_margin: float | None = _recorded("--ampipe-rows-margin", essential=False, default=None)
+    captures_passes: bool = _recorded(
+        "CUDA graphs of whole passes", essential=False, text=lambda is_set: is_set or None, default=False
+    )
 
     @property
     def rows(self) -> int:
@@ -143,7 +147,7 @@ class Block:
         """Rows of the busiest rank, divided by the mean."""
         return self.imbalance if self.capacity is None else min(self.capacity, self.imbalance)
 
-    def received(self, rows: int) -> float:
+    def received(self, rows: float) -> float:
         """Rows that the local experts compute for ``rows`` rows of the residual stream.
 
         With fixed rows too: products have offsets on the device and skip padding. What else there is of these
@@ -151,22 +155,27 @@ class Block:
         """
         return rows * self.batch * self.topk * self.load * self.expert_tensor
 
-    def arriving(self, rows: int) -> float:
+    def arriving(self, rows: float) -> float:
         """Rows that the local experts get of a chunk with ``rows`` rows of the residual stream.
 
         With fixed rows these are budgets, padding included, which grow slower than the chunk.
         """
         if self.rows_margin is None:
             return self.received(rows)
+        if self.flex:
+            # One budget for the rows that a rank gets from all ranks.
+            even = rows * self.batch * self.topk * self.load
+            largest = largest_count(even, share=1 / self.expert)
+            return rows_of_budget(largest, margin=self.rows_margin) * self.expert_tensor
         return self.expert * self._budget(rows, load=self.load) * self.expert_tensor
 
-    def sent(self, rows: int) -> float:
+    def sent(self, rows: float) -> float:
         """Rows that a rank sends of such a chunk to all ranks, itself included; with padding."""
         if self.rows_margin is None:
             return rows * self.batch * self.rows_per_token
         return self.expert * self._budget(rows, load=1.0)
 
-    def _budget(self, rows: int, *, load: float) -> int:
+    def _budget(self, rows: float, *, load: float) -> int:
         """What a training learns as the budget of a chunk for one rank."""
         assert self.rows_margin is not None
         even = rows * self.batch * self.topk / self.expert
@@ -216,6 +225,9 @@ class Block:
 
     def exchanges(self, ranks_per_node: int | None) -> tuple[Exchange, ...]:
         """The exchanges that the layers can choose from."""
+        if self.rows_margin is not None:
+            # Budgets are of pairs of ranks.
+            return (Exchange.ROWS,)
         return useful_exchanges(self.settings, self.experts, ranks_per_node)
 
     @property
@@ -268,7 +280,8 @@ class Block:
     @property
     def stock(self) -> Block:
         """The same block in Megatron's own layer, where padding fills every expert's capacity."""
-        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None, rows_margin=None)
+        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None)
+        plain = replace(plain, rows_margin=None, captures_passes=False)
         if self.capacity is None or not self.padded:
             return plain
         return replace(plain, capacity=None, imbalance=self.capacity)
@@ -301,12 +314,14 @@ class Rows:
         pairs: Unmasked query-key pairs of the chunk's query rows, on the rank with the most pairs.
         keys: Number of keys that at least one of these queries attends to.
         merged: Query rows that also attend to keys of earlier chunks.
+        chunks: Number of adjacent chunks that these rows are of, if one transfer sends them together.
     """
 
     hidden: int
     pairs: int
     keys: int
     merged: int
+    chunks: int = 1
 
 
 def chunk_rows(block: Block, lengths: Sequence[int], *, shares_schedule: bool = False) -> tuple[Rows, ...]:

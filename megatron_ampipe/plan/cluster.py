@@ -186,6 +186,8 @@ class Host:
     Attributes:
         issue: Time for which the host is busy issuing one stage to the device. Zero for training on the CPU.
         issue_of: The same by kind of stage, with one local expert; ``issue`` is for all other kinds.
+        graph: Time for which the host is busy in a layer's pass that a CUDA graph holds, in addition to the
+            launch: hooks of parameters, and autograd. If None, a share of the time to issue Megatron's layer.
         stage: Added to every compute stage, on a GPU or a CPU: the cost of one more chunk. ``any`` applies to
             kinds without an entry.
         block: Added once to a pipelined pass: entering the block, and its autograd function.
@@ -197,6 +199,7 @@ class Host:
     block: Overhead
     stock: Overhead
     issue_of: Mapping[IssuedKind, Overhead] | None = None
+    graph: Overhead | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

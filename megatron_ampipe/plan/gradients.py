@@ -184,6 +184,7 @@ class ReducedPass:
         self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, num_layers: int
     ) -> None:
         self._block, self._cluster = predictor.block, predictor.cluster
+        self._host_waits = predictor.host_waits
         self.without_us = 0.0
         self._times: dict[Stage, float] = {}
         self._issue: dict[Stage, float] = {}
@@ -271,7 +272,7 @@ class ReducedPass:
             times[stage] += others
         issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
         durations = [times[stage] for stage in compiled.stages]
-        _, end = run(TimedProgram(compiled, durations, issue, self._cluster.overlap))
+        _, end = run(TimedProgram(compiled, durations, issue, self._cluster.overlap, self._host_waits))
         ends = zip(compiled.stages, end, strict=True)
         computed = max(time for stage, time in ends if not stage.kind.of_parameters)
         return computed + self._others_us, max(end) + self._others_us

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.moments import Moment, moments
@@ -27,6 +28,7 @@ from megatron_ampipe.plan.operation_times import (
     weights_of,
 )
 from megatron_ampipe.plan.saved import (
+    FUSED,
     Modules,
     Sizes,
     attention_weights,
@@ -103,6 +105,8 @@ def peak_bytes(
     modules = modules_of(block, local=local)
     overlaps = pipeline.overlaps or pipeline.partner is not None
     is_stock = not overlaps and block.exchange is Exchange.ROWS and pipeline.memory == KEEP
+    if is_stock:
+        block = replace(block, rows_margin=None)
     kind = _MegatronLayer if is_stock else _PipelinedLayer
     layer = kind(block, modules, pipeline, shares_schedule=pipeline.stack_of(num_layers) > 1)
     one_layer = max(alive.total for alive in layer.moments())
@@ -120,6 +124,57 @@ def peak_bytes(
     return peak
 
 
+def stage_bytes(
+    block: Block,
+    pipeline: Pipeline,
+    *,
+    num_layers: int,
+    dense_layers: Collection[int] = (),
+    passes: int = 1,
+    ahead: bool = False,
+    local: bool = False,
+) -> float:
+    """Peak of the activations of the layers of a pipeline stage, over the micro-batches in flight.
+
+    Args:
+        block: One of the layers.
+        pipeline: How they run.
+        num_layers: Number of layers of a pass.
+        dense_layers: Indices of the layers without experts, from 0.
+        passes: Number of micro-batches that wait for their backward pass.
+        ahead: With a partner, the forward pass saves a layer before the backward pass has released one.
+        local: As of :func:`peak_bytes`.
+    """
+    if block.captures_passes and not ahead:
+        return passes * _captured_bytes(block, pipeline, num_layers, dense_layers, local=local)
+    dense = {num_layers * index + layer for index in range(passes) for layer in dense_layers}
+    return peak_bytes(
+        block, pipeline, num_layers=num_layers * passes + ahead, dense_layers=dense, local=local
+    )
+
+
+def _captured_bytes(
+    block: Block, pipeline: Pipeline, num_layers: int, dense_layers: Collection[int], *, local: bool
+) -> float:
+    """What the graphs of whole passes hold for a micro-batch in flight, all of them at the same time.
+
+    The pool of each stack is as large as a pass without graphs at its peak, which frees nothing for others,
+    with the gradients of its weights. Static inputs are those of both passes.
+    """
+    size = pipeline.stack_of(num_layers)
+    hidden = block.rows * block.batch * block.hidden * block.element_bytes
+    total = 0.0
+    for first in range(0, num_layers, size):
+        layers = range(first, min(first + size, num_layers))
+        dense = [layer - first for layer in layers if layer in dense_layers]
+        pool = peak_bytes(
+            block, pipeline, num_layers=len(layers), dense_layers=dense, local=local, gathers=True
+        )
+        # The output and the gradient of the input are in the pool, its inputs are not.
+        total += pool + 2 * hidden
+    return total
+
+
 def _gathered_gradients(block: Block, num_layers: int, num_dense: int) -> float:
     """Bytes of the gradients of all layers but one."""
     if block.fused_gradients:
@@ -129,6 +184,18 @@ def _gathered_gradients(block: Block, num_layers: int, num_dense: int) -> float:
     if num_dense:
         count += weights_of(mlp_products(block, 0)) * num_dense
     return block.element_bytes * count
+
+
+class StackedBytes(NamedTuple):
+    """Copies of the experts' weights for all chunks of a pass, while the experts of one run backward."""
+
+    beginning: float
+    within: float
+    """After the last linear layer."""
+    ending: float
+
+
+_NO_STACK = StackedBytes(0.0, 0.0, 0.0)
 
 
 class _Layer(ABC):
@@ -143,15 +210,21 @@ class _Layer(ABC):
 
     def __init__(self, block: Block, modules: Modules, pipeline: Pipeline, *, shares_schedule: bool) -> None:
         self.block, self.modules, self.pipeline = block, modules, pipeline
-        self.sizes, self.shares_schedule = Sizes.of(block, modules), shares_schedule
+        self.sizes = Sizes.of(block, modules, chunks=pipeline.num_chunks)
+        self.shares_schedule = shares_schedule
+        self.has_fixed_rows = block.rows_margin is not None
         self.expert_gradients = self.attention_gradients = self.projection_gradients = 0.0
         if not block.fused_gradients:
             element = block.element_bytes
             self.expert_gradients = number_of_expert_weights(block) * element
             self.attention_gradients = weights_of(attention_weights(block)) * element
             self.projection_gradients = weights_of(attention_products(block, 0)) * element
-        self.calls = 1 if block.grouped else block.local_experts
+        self.calls = 1 if block.grouped or self.has_fixed_rows else block.local_experts
         """Number of products in which the experts of a rank compute one linear layer."""
+        # Transformer Engine's products with device offsets take the weights as they are.
+        copies_weights = self.has_fixed_rows and modules != FUSED
+        self.stacked = number_of_expert_weights(block) * block.element_bytes * copies_weights
+        """A copy of the weights of all local experts (``layers.fixed_experts``)."""
 
     @abstractmethod
     def kept(self) -> float:
@@ -160,10 +233,6 @@ class _Layer(ABC):
     @abstractmethod
     def moments(self) -> Iterator[Alive]:
         """What is alive at each moment at which memory can peak."""
-
-    def _probabilities(self) -> float:
-        """The probabilities that are saved with the rows of the experts."""
-        return self.block.received(self.block.rows) * 4
 
     def _computing_experts(self) -> float:
         """In the forward pass, after the last product: outputs of single experts and all of them, or all in
@@ -183,7 +252,7 @@ class _Layer(ABC):
         product, which waits).
         """
         block, width = self.block, self.block.ffn / self.block.expert_tensor
-        rows = block.received(block.rows) * share
+        rows = self.sizes.expert_rows * share
         others = before / self.calls
         inside = rows * self.modules.gradient_bytes[block.gated] * width / self.calls
         if self.pipeline.splits_weights:
@@ -193,14 +262,32 @@ class _Layer(ABC):
         rows_and_inner = self.sizes.copies * (1 + others) - self.sizes.inner * others
         return rows_and_inner * share + inside + weights
 
-    def _computing_gradients_of_experts(self, share: float) -> float:
+    def _computing_gradients_of_experts(self, share: float, stacked: StackedBytes = _NO_STACK) -> float:
         """The most of all moments in the backward pass of a share of the rows."""
-        return max(
-            self._beginning_experts() * share,
-            self._within_an_expert(share, 0),
-            self._within_an_expert(share, self.calls - 1),
-            self._ending_experts(share),
-        )
+        if self.has_fixed_rows:
+            within = self._within_all_experts(share) + stacked.within
+        else:
+            within = max(self._within_an_expert(share, 0), self._within_an_expert(share, self.calls - 1))
+        beginning = self._beginning_experts() * share + stacked.beginning
+        return max(beginning, within, self._ending_experts(share) + stacked.ending)
+
+    def _within_all_experts(self, share: float) -> float:
+        """In the backward pass of a share of the rows, between products of all experts at once: after the
+        first of them, or in the activation, when sorted gradients are released unless they wait."""
+        block, rows = self.block, self.sizes.expert_rows * share
+        width = block.ffn / block.expert_tensor
+        inside = rows * width * self.modules.gradient_bytes[block.gated]
+        inner_gradient = rows * width * block.element_bytes
+        sorted_gradient = self.sizes.copies * share
+        if self.pipeline.splits_weights:
+            return sorted_gradient + inside + inner_gradient
+        weights = self.expert_gradients * (1 - self._first_layers_share)
+        return max(sorted_gradient + inner_gradient, inside) + weights
+
+    @property
+    def _first_layers_share(self) -> float:
+        """The part of the experts' weights that their first linear layers have."""
+        return 2 / 3 if self.block.gated else 1 / 2
 
     def _ending_experts(self, share: float) -> float:
         """In the backward pass of a share of the rows, after the last product: gradients of the rows twice,
@@ -218,7 +305,7 @@ class _MegatronLayer(_Layer):
 
     def kept(self) -> float:
         sizes = self.sizes
-        experts = sizes.copies + self._probabilities() + sizes.inner - sizes.recomputed
+        experts = sizes.copies + sizes.row_probabilities + sizes.inner - sizes.recomputed
         return sizes.saved_outside_experts + experts
 
     def moments(self) -> Iterator[Alive]:
@@ -288,12 +375,14 @@ class _PipelinedLayer(_Layer):
         running = self._computing_experts() + sizes.copies + sizes.arrived * sizes.sorts
         if self._policy(moment.chunk, chunks).inner is not Saved.RECOMPUTE:
             running += sizes.inner - sizes.recomputed
+        # The last chunk releases the copy of the weights.
+        is_last = moment.number_ended(kinds.EXPERT) == chunks - 1
         return Alive(
             outside=sizes.saved_outside_experts,
             experts=experts,
             rows=self._rows(moment, chunks),
             hidden=0.0,
-            sums=0.0,
+            sums=0.0 if is_last else self.stacked,
             running=running / chunks,
         )
 
@@ -306,7 +395,7 @@ class _PipelinedLayer(_Layer):
             experts=experts + self._loaded_for_the_layer_below(moment),
             rows=self._rows(moment, chunks),
             hidden=self.sizes.hidden + self._collected(moment),
-            sums=self._sums(moment),
+            sums=self._sums(moment) + self._stacked_between(moment),
             waiting=self._waiting(moment),
             running=self._running(moment),
         )
@@ -321,9 +410,9 @@ class _PipelinedLayer(_Layer):
         sizes, policy = self.sizes, self._policy(chunk, chunks)
         saved = 0.0
         if policy == ExpertsSaved():
-            saved = sizes.copies + self._probabilities() + sizes.inner - sizes.recomputed
+            saved = sizes.copies + sizes.row_probabilities + sizes.inner - sizes.recomputed
         elif policy.only_recomputes:
-            saved = sizes.arrived + self._probabilities()
+            saved = sizes.arrived + sizes.row_probabilities
         return saved / chunks
 
     def _being_stored(self, chunk: int, chunks: int) -> float:
@@ -351,7 +440,7 @@ class _PipelinedLayer(_Layer):
             sorter = kinds.RESORT if policy.tokens is Saved.RESEND else kinds.LOAD
         if sizes.sorts and moment.has_ended(kinds.REBUILD, chunk):
             # They are needed as they have arrived only to be sorted.
-            saved = self._probabilities() / chunks
+            saved = sizes.row_probabilities / chunks
         again = sizes.inner * _has_begun(moment, restorer, chunk)
         if sizes.sorts or not policy.only_recomputes:
             again += sizes.copies * _has_begun(moment, sorter, chunk)
@@ -428,7 +517,7 @@ class _PipelinedLayer(_Layer):
         width = block.ffn / block.expert_tensor
         per_expert_row = 2 * block.hidden + (2 + block.gated) * width
         operands = {
-            kinds.EXPERT: block.received(block.rows) * block.element_bytes * per_expert_row,
+            kinds.EXPERT: self.sizes.expert_rows * block.element_bytes * per_expert_row,
             kinds.ATTENTION: self._operands(attention_products(block, 0)),
             kinds.QKV: self._operands(qkv_products(block, 0)),
         }
@@ -448,18 +537,49 @@ class _PipelinedLayer(_Layer):
     def _running(self, moment: Moment) -> float:
         """What the running stage itself needs at its worst, in addition to what others have."""
         if moment.kind == kinds.EXPERT.name:
-            return self._differentiating_experts()
+            return self._differentiating_experts(moment)
         if moment.kind in (kinds.REBUILD.name, kinds.RESORT.name):
             return self._sorting_again(moment)
         if moment.kind == kinds.ATTENTION.name:
             return self._differentiating_attention(moment)
         if moment.kind == kinds.QKV.name:
             return self._differentiating_projection(moment)
+        if self.has_fixed_rows and moment.kind in (kinds.MERGE.name, kinds.ROUTE.name):
+            # Gradients of rows before and after those of padding are set to zero.
+            return 2 * self.sizes.moved / self.pipeline.backward_degree
         return 0.0
 
-    def _differentiating_experts(self) -> float:
+    def _differentiating_experts(self, moment: Moment) -> float:
         share = 1 / self.pipeline.backward_degree
-        return self._computing_gradients_of_experts(share) + self.sizes.recomputed * share
+        worst = self._computing_gradients_of_experts(share, self._stacked_in_experts(moment))
+        return worst + self.sizes.recomputed * share
+
+    def _stacked_in_experts(self, moment: Moment) -> StackedBytes:
+        """The copies of the weights while the experts of a chunk run backward."""
+        ended = moment.number_ended(kinds.EXPERT)
+        first, last = self._stacked_layers
+        first_before = first if ended or moment.number_ended(kinds.REBUILD) else 0.0
+        last_before = last if ended else 0.0
+        beginning = first_before + last_before
+        # The last chunk releases each copy after its product.
+        if ended == self.pipeline.backward_degree - 1:
+            return StackedBytes(beginning, first_before, 0.0)
+        return StackedBytes(beginning, first_before + last, first + last)
+
+    def _stacked_between(self, moment: Moment) -> float:
+        """The same while other stages run."""
+        ended = moment.number_ended(kinds.EXPERT)
+        if moment.kind == kinds.EXPERT.name or ended == self.pipeline.backward_degree:
+            return 0.0
+        first, last = self._stacked_layers
+        runs_again = moment.kind == kinds.REBUILD.name or moment.number_ended(kinds.REBUILD) > 0
+        return first + last if ended else first * runs_again
+
+    @property
+    def _stacked_layers(self) -> tuple[float, float]:
+        """The copies of the weights of the experts' first and last linear layers."""
+        first = self.stacked * self._first_layers_share
+        return first, self.stacked - first
 
     def _sorting_again(self, moment: Moment) -> float:
         """Rows that have been brought back as they had arrived; saved ones are counted as such."""

@@ -130,6 +130,13 @@ class ModelFlags(BaseModel):
     decoder_first_pipeline_num_layers: _Size | None = None
     decoder_last_pipeline_num_layers: _Size | None = None
     use_distributed_optimizer: _Switch = False
+    cuda_graph_impl: str | None = None
+    cuda_graph_modules: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether Megatron would capture layers as a whole."""
+        return self.cuda_graph_impl in ("local", "transformer_engine") and not self.cuda_graph_modules
 
     @property
     def dispatcher(self) -> str:
@@ -168,4 +175,6 @@ def _keys(flags: type[ModelFlags]) -> tuple[str, ...]:
     return tuple(name.replace("_", "-") for name in flags.model_fields)
 
 
+GRAPH_FLAGS = ("cuda-graph-impl", "cuda-graph-modules")
+"""Keys that a launch takes over, so that its arguments no longer say it."""
 SIZE_FLAGS, TRAINING_FLAGS = _keys(ModelFlags), _keys(TrainingFlags)

@@ -16,6 +16,12 @@ from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
 
 GRADIENT_BYTES = 4
 """Bytes of an element in the buffer that is reduced (Megatron's ``grad_reduce_in_fp32``, its default)."""
+INDEX_BYTES = 8
+"""Bytes of a number of a row, of which index arithmetic on the device consists."""
+INDEX_OPERATION_US = 2.0
+"""The assumed time of an operation on few numbers, in which a kernel starts and ends."""
+_PASSES_OF_INDICES = 12
+"""Operations of a stage with fixed rows that read and write a number for each row; others are smaller."""
 
 
 class Pair(NamedTuple):
@@ -41,12 +47,17 @@ ZERO = Pair(0.0, 0.0)
 
 
 class Product(NamedTuple):
-    """``rows`` rows in total, spread over ``calls`` equal products with weights ``[n, k]``."""
+    """``rows`` rows in total, spread over ``calls`` equal products with weights ``[n, k]``.
+
+    ``unfused`` is the number of weights whose gradients are added apart even if the block has products that
+    accumulate them.
+    """
 
     rows: float
     k: float
     n: float
     calls: int = 1
+    unfused: int = 0
 
 
 def qkv_products(work: Block, rows: int) -> list[Product]:
@@ -61,9 +72,17 @@ def attention_products(work: Block, rows: int) -> list[Product]:
 
 
 def expert_products(work: Block, rows: int) -> list[Product]:
-    """The linear layers of all experts of a rank, with the rows that they receive."""
-    calls = 1 if work.grouped else work.local_experts
-    return _mlp(work, work.received(rows), work.ffn / work.expert_tensor, calls)
+    """The linear layers of all experts of a rank, with the rows that they receive.
+
+    With fixed rows there is one grouped product, which skips padding. In local layers it is torch's, which
+    adds no gradients.
+    """
+    has_fixed_rows = work.rows_margin is not None
+    calls = 1 if work.grouped or has_fixed_rows else work.local_experts
+    products = _mlp(work, work.received(rows), work.ffn / work.expert_tensor, calls)
+    if has_fixed_rows and work.local:
+        return [product._replace(unfused=work.local_experts) for product in products]
+    return products
 
 
 def shared_products(work: Block, rows: int) -> list[Product]:
@@ -109,15 +128,25 @@ class OperationTimes:
         cluster: The figures.
         features: The features of the block.
         stock: Whether it is Megatron's own layer, whose all-to-alls can be other operations.
+        is_bound: Chunks have as much padding as they have at least, in whatever lengths the rows are cut.
 
     Raises:
         BadInput: the cluster lacks a figure that the block needs.
     """
 
     def __init__(
-        self, block: Block, cluster: Cluster, features: BlockFeatures, *, stock: bool = False
+        self,
+        block: Block,
+        cluster: Cluster,
+        features: BlockFeatures,
+        *,
+        stock: bool = False,
+        is_bound: bool = False,
     ) -> None:
         self.block, self.cluster, self.features, self._stock = block, cluster, features, stock
+        self._is_bound = is_bound
+        self.has_fixed_rows = block.rows_margin is not None
+        """Whether rows are sent up to a budget, with counts on the device."""
         self._gemm = cluster.figure("compute.gemm", cluster.compute.gemm, block.dtype)
         # Models in fp8 compute attention in bf16.
         dtype: Dtype = "bf16" if block.dtype == "fp8" else block.dtype
@@ -135,8 +164,23 @@ class OperationTimes:
         """Tokens of one rank in a chunk."""
         return rows.hidden * self.block.batch
 
+    def padded(self, rows: Rows) -> float:
+        """Number of rows of a chunk that the local experts get, padding of fixed rows included."""
+        block = self.block
+        if not self.has_fixed_rows:
+            return block.received(rows.hidden)
+        if not self._is_bound:
+            # A transfer of several chunks has the budget of each.
+            return rows.chunks * block.arriving(rows.hidden // rows.chunks)
+        # Budgets grow slower than chunks, so that one chunk has the least; each is rounded up to a row.
+        least = block.arriving(block.rows) - block.expert * block.expert_tensor
+        return least * rows.hidden / block.rows
+
     def sent(self, rows: Rows) -> float:
         """Number of rows that a rank sends for a chunk."""
+        if self.has_fixed_rows:
+            # As the busiest rank receives, for which the transfer waits.
+            return self.padded(rows) / self.block.expert_tensor
         places = self.block.rows_per_token
         if self.nodes is not None and not self.block.exchange.sends_every_copy:
             places = self.block.rows_to(self.nodes.num_nodes)
@@ -144,6 +188,8 @@ class OperationTimes:
 
     def arriving(self, rows: Rows) -> float:
         """Number of rows of a chunk that the ranks of the experts receive."""
+        if self.has_fixed_rows:
+            return self.padded(rows) / self.block.expert_tensor
         return self.tokens(rows) * self.block.rows_per_token * self.block.load
 
     def key_sums(self, keys: float) -> Pair:
@@ -154,18 +200,20 @@ class OperationTimes:
 
     def all_products(self, products: Iterable[Product], *, chunked: bool) -> Pair:
         """Time of several products one after the other."""
-        return sum((self.products(*product, chunked=chunked) for product in products), ZERO)
+        return sum((self.products(product, chunked=chunked) for product in products), ZERO)
 
-    def products(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> Pair:
-        """Time of ``calls`` products with ``rows`` rows in total; two each in the backward pass.
+    def products(self, product: Product, *, chunked: bool) -> Pair:
+        """Time of equal products; two each in the backward pass.
 
         The dgrad product takes as long as the forward product; the rest of the backward is for weights.
         """
+        rows, k, n, calls, unfused = product
         time = self._gemm.time_us(rows, k, n, calls=calls)
         sums = 0.0
-        if chunked and not self.block.fused_gradients:
+        added = unfused or (0 if self.block.fused_gradients else calls)
+        if chunked and added:
             # The weight gradients of the chunks are summed in fp32.
-            sums = self.memory_us(calls * k * n * (8 + self.block.element_bytes))
+            sums = self.memory_us(added * k * n * (8 + self.block.element_bytes))
         return Pair(time, 2 * time + sums)
 
     def attend(self, gflops: float, merged: float) -> Pair:
@@ -183,10 +231,17 @@ class OperationTimes:
         return Pair(time, 1.5 * time)
 
     def move(self, rows: float) -> Pair:
-        """Time to permute rows."""
+        """Time to permute rows; with fixed rows also to select padding away, in another pass over them."""
         size = 2 * rows * self.block.hidden * self.block.element_bytes
         time = self.cluster.compute.permute.time_us(size)
+        if self.has_fixed_rows:
+            time += self.memory_us(size)
         return Pair(time, time)
+
+    def index_us(self, rows: float, operations: int) -> float:
+        """Time of index arithmetic on the device, for so many rows in so many operations."""
+        size = 2 * INDEX_BYTES * min(operations, _PASSES_OF_INDICES) * rows
+        return operations * INDEX_OPERATION_US + size * 1e-6 * self.cluster.compute.memory.beta_us_per_mb
 
     def gather(self, elements: float, ranks: int, *, wide: bool = False) -> Pair:
         """Time of an all-gather forward and a reduce-scatter backward; ``elements`` is one rank's part."""

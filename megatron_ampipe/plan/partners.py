@@ -181,4 +181,5 @@ def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
     names = sorted(lanes, key=lambda lane: lane != COMPUTE)
     both = compile_program(Program.of({name: lanes[name] for name in names}), needs)
     issue = [issue_us[stage] for stage in both.stages] if issue_us else None
-    return TimedProgram(both, [times[stage] for stage in both.stages], issue, predictor.cluster.overlap)
+    durations = [times[stage] for stage in both.stages]
+    return TimedProgram(both, durations, issue, predictor.cluster.overlap, predictor.host_waits)

@@ -45,6 +45,12 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.schedule.kinds import LOSSES, REDUCE
 
+GRAPH_LAUNCH_US = 10.0
+"""The assumed time in which a host starts a CUDA graph."""
+GRAPHED_SHARE = 0.35
+"""The host's time in a pass that a graph holds, of that for Megatron's layers: about the share of Python
+calls (``python -m tests.host_cost``), which is larger than that of operators."""
+
 
 class Predictor:
     """Predictions for one block, or several that share a schedule, on one cluster.
@@ -60,6 +66,9 @@ class Predictor:
         BadInput: the cluster lacks a figure that the block needs.
     """
 
+    _is_bound = False
+    """Whether times are lower bounds, see ``OperationTimes``."""
+
     def __init__(
         self,
         block: Block,
@@ -70,6 +79,8 @@ class Predictor:
         memory: str = KEEP,
     ) -> None:
         self.block, self.cluster, self.memory, self._dense = block, cluster, memory, dense
+        self.host_waits = block.rows_margin is None
+        """Whether the host waits for counts in a forward pass; those of fixed rows stay on the device."""
         features = block.features_of(shares_schedule=num_layers > 1)
         self.features = with_memory(with_exchange(features, block.exchange), memory)
         without_experts = self.features.without_experts
@@ -77,8 +88,8 @@ class Predictor:
             without_experts if layer in dense else self.features for layer in range(num_layers)
         )
         """The features of each block that shares the schedule."""
-        self.times = OperationTimes(block, cluster, self.features)
-        self._dense_times = OperationTimes(block, cluster, without_experts)
+        self.times = OperationTimes(block, cluster, self.features, is_bound=self._is_bound)
+        self._dense_times = OperationTimes(block, cluster, without_experts, is_bound=self._is_bound)
         (self._sequence,) = chunk_rows(block, (block.rows,))
         # Cached, because a search uses the same lengths many times.
         self._chunk_rows = functools.lru_cache(maxsize=4096)(self._rows_of)
@@ -88,10 +99,14 @@ class Predictor:
         self._known_sums: dict[object, tuple[dict[str, float], float]] = {}
         kinds = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
         kinds |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds}
-        self._issue_us = {
-            way: {kind: issue_us(kind, way, block, cluster.host, others=kinds) for kind in kinds}
-            for way in Direction
-        }
+        self._issue_us: dict[Direction, dict[StageKind, float]] = {}
+        """The host's time to issue a stage of each kind; zero where a graph of the pass has been launched."""
+        for way in Direction:
+            self._issue_us[way] = dict.fromkeys(kinds, 0.0)
+            if not block.captures_passes:
+                self._issue_us[way] = {
+                    kind: issue_us(kind, way, block, cluster.host, others=kinds) for kind in kinds
+                }
 
     def _rows_of(self, lengths: tuple[int, ...]) -> tuple[Rows, ...]:
         return chunk_rows(self.block, lengths, shares_schedule=len(self.layers) > 1)
@@ -149,7 +164,11 @@ class Predictor:
         parts = rows if kind.lane.computes else (_joined(rows),)
         by_position, times = facts_of(kind).by_position, []
         for part in parts:
-            key = (kind, chunked, dense, part if by_position else part.hidden)
+            size: object = part if by_position else part.hidden
+            if part.chunks > 1 and not self.host_waits:
+                # The budgets of several chunks are larger than that of all their rows.
+                size = part.hidden, part.chunks
+            key = (kind, chunked, dense, size)
             if key not in self._stage_times:
                 self._stage_times[key] = self._stage(kind, Work(part, chunked=chunked), dense=dense)
             times.append(self._stage_times[key])
@@ -164,7 +183,7 @@ class Predictor:
         """The part of a stage's backward that computes weight gradients."""
         factor = self.cluster.stage_overhead(kind.name).backward_factor
         products = self._products(kind, work.rows)
-        pairs = (self.times.products(*product, chunked=work.chunked) for product in products)
+        pairs = (self.times.products(product, chunked=work.chunked) for product in products)
         return factor * sum(pair.backward - pair.forward for pair in pairs)
 
     def _stage(self, kind: StageKind, work: Work, *, dense: bool) -> Pair:
@@ -187,21 +206,32 @@ class Predictor:
         It is at least the time that the host needs to issue it.
         """
         work, overhead = Work(self._sequence, chunked=False), self.cluster.host.stock
-        total = issued = ZERO
+        total = ZERO
         for features in self.layers:
-            own = self._stock.features.without_experts if features.dense else self._stock.features
-            kinds = [kind.row for kind in data_flow(own).kinds if not kind.of_parameters]
-            total += sum((COSTS[kind](self._stock, work) for kind in kinds), ZERO)
+            total += sum((COSTS[kind](self._stock, work) for kind in self._stock_kinds(features)), ZERO)
             total += Pair(overhead.forward_us, overhead.backward_us)
+        return self._recomputed(*map(max, total, self._stock_issued), stock=True)
+
+    def _stock_kinds(self, features: BlockFeatures) -> list[StageKind]:
+        """What Megatron's own layer computes and sends, in place of a layer with these features."""
+        own = self._stock.features.without_experts if features.dense else self._stock.features
+        return [kind.row for kind in data_flow(own).kinds if not kind.of_parameters]
+
+    @functools.cached_property
+    def _stock_issued(self) -> Pair:
+        """The host's time to issue Megatron's own layers."""
+        host, issued = self.cluster.host, ZERO
+        for features in self.layers:
+            kinds = self._stock_kinds(features)
             for kind in kinds:
                 times = (
-                    issue_us(kind, way, self._stock.block, self.cluster.host, others=kinds)
+                    issue_us(kind, way, self._stock.block, host, others=kinds)
                     if way in kind.directions
                     else 0.0
                     for way in Direction
                 )
                 issued += Pair(*times)
-        return self._recomputed(*map(max, total, issued), stock=True)
+        return issued
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that the two all-to-alls of a block take."""
@@ -335,6 +365,8 @@ class Predictor:
         key = (program, degree, schedule.whole_attention, tuple(lengths))
         if key not in self._direction_times:
             end_us = self.timed(schedule, lengths, direction).end_us
+            if self.block.captures_passes:
+                end_us = max(end_us, self._during_graph_us(direction))
             self._direction_times[key] = end_us + self.calls_us(direction)
         return self._direction_times[key]
 
@@ -359,7 +391,7 @@ class Predictor:
             ]
             issue = [of_entries[number] for number in numbered.numbers]
         durations = [times[number] for number in numbered.numbers]
-        return TimedProgram(numbered.compiled, durations, issue, self.cluster.overlap)
+        return TimedProgram(numbered.compiled, durations, issue, self.cluster.overlap, self.host_waits)
 
     def _stage_costs(
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction, features: BlockFeatures
@@ -386,8 +418,17 @@ class Predictor:
         return timeline_of({way: self.timed(schedule, lengths, way) for way in Direction}, labels)
 
     def calls_us(self, direction: Direction) -> float:
-        """The time outside stages: the calls of all layers in one direction."""
-        return self.cluster.host.block.of(direction) * len(self.layers)
+        """The time outside stages: the calls of all layers in one direction, and the launch of a graph."""
+        calls_us = self.cluster.host.block.of(direction) * len(self.layers)
+        is_launched = self.block.captures_passes and self.cluster.host.issue.of(direction)
+        return calls_us + GRAPH_LAUNCH_US if is_launched else calls_us
+
+    def _during_graph_us(self, direction: Direction) -> float:
+        """How long the host is busy after it has launched the graph of a pass."""
+        of_layer = self.cluster.host.graph
+        if of_layer is not None:
+            return of_layer.of(direction) * len(self.layers)
+        return GRAPHED_SHARE * self._stock_issued.of(direction)
 
     @property
     def recomputes_around(self) -> bool:
@@ -406,6 +447,8 @@ class LeastPredictor(Predictor):
     With times that are linear in the size (``Cluster.least``), no lengths of chunks have a smaller sum. As
     all chunks take the same time, the sums need only one of them.
     """
+
+    _is_bound = True
 
     def least_of_chunks_us(self, schedule: Schedule, lengths: Sequence[int]) -> float:
         """A lower bound over all degrees of both directions with the chunks of a schedule.
@@ -523,9 +566,12 @@ def _unrolled(schedule: Schedule, layers: tuple[BlockFeatures, ...]) -> Schedule
 
 def _joined(chunks: Sequence[Rows]) -> Rows:
     """The rows of adjacent chunks, as one chunk."""
+    if len(chunks) == 1:
+        return chunks[0]
     return Rows(
         hidden=sum(chunk.hidden for chunk in chunks),
         pairs=sum(chunk.pairs for chunk in chunks),
         keys=chunks[-1].keys,
         merged=sum(chunk.merged for chunk in chunks),
+        chunks=len(chunks),
     )

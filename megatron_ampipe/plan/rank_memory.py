@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_ampipe.plan.block import Block
-from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.memory import peak_bytes, stage_bytes
 from megatron_ampipe.plan.model_block import layers_by_stage, without_experts
 from megatron_ampipe.plan.model_file import ModelFile
 from megatron_ampipe.plan.model_flags import TrainingFlags
@@ -181,11 +181,20 @@ def _activations(
         logits = block.batch * block.rows * _vocabulary(flags) * (block.element_bytes + 4)
     if block.recomputes:
         one_layer = peak_bytes(block, pipeline, local=block.local)
-        return one_layer + (num_layers - 1) * row_bytes * block.hidden + logits
-    dense = {len(part) * index + layer for index in range(passes) for layer in without_experts(part)}
-    # With a partner, the forward pass saves a layer before the backward pass has released one.
-    ahead = pipeline.partner is not None
-    layers = peak_bytes(block, pipeline, num_layers=num_layers + ahead, dense_layers=dense, local=block.local)
+        peaks = 1
+        if block.captures_passes and pipeline.partner is None:
+            # What graphs of one stack and micro-batch need for a layer is not there for others.
+            peaks = passes * math.ceil(len(part) / pipeline.stack_of(len(part)))
+        return peaks * one_layer + (num_layers - peaks) * row_bytes * block.hidden + logits
+    layers = stage_bytes(
+        block,
+        pipeline,
+        num_layers=len(part),
+        dense_layers=without_experts(part),
+        passes=passes,
+        ahead=pipeline.partner is not None,
+        local=block.local,
+    )
     return layers + logits
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ampipe.plan.block import Block
+from megatron_ampipe.plan.block import PROBABILITY_BYTES, Block
 from megatron_ampipe.plan.operation_times import (
     Product,
     attention_products,
@@ -51,6 +51,15 @@ LOCAL = {
 }
 """Megatron's local modules by bytes of an element, counted tensor by tensor (docs/memory.md)."""
 
+_INDEX_BYTES_SENT = 8 + 8 + 1
+"""With fixed rows, of a row that is sent: its token, its choice, and whether it is padding."""
+_INDEX_BYTES_ARRIVING = 8 + 8 + 1 + 1
+"""Of a row that arrives: its place in the order of the experts, and back; whether each is padding."""
+
+
+_PERMUTATION_BYTES = 8
+"""What the index of Megatron's own permutation has for each token and expert; fixed rows have no such."""
+
 
 def modules_of(block: Block, *, local: bool) -> Modules:
     """Megatron's local modules, or Transformer Engine's."""
@@ -70,6 +79,8 @@ class Sizes:
         shared: What the backward of shared experts needs, and ``saves_shared`` whether they save it.
         moved: Rows of tokens that a rank receives in one hop, before the gather of ranks that share an
             expert; ``arrived`` after it.
+        expert_rows: Number of rows that experts get; with fixed rows, padding included.
+        row_probabilities: Their probabilities.
         copies: Rows in the order of the experts, one for each expert of a token.
         sorts: Whether ``copies`` are other tensors than ``arrived``.
         inner: What experts save between their linear layers; ``recomputed`` of it by selective recompute.
@@ -86,6 +97,8 @@ class Sizes:
     saves_shared: bool
     moved: float
     arrived: float
+    expert_rows: float
+    row_probabilities: float
     copies: float
     sorts: bool
     inner: float
@@ -98,8 +111,8 @@ class Sizes:
         return norms + self.attended + self.keys + self.routing + self.shared * self.saves_shared
 
     @classmethod
-    def of(cls, block: Block, modules: Modules) -> Sizes:
-        """The sizes of a block that consists of these modules."""
+    def of(cls, block: Block, modules: Modules, *, chunks: int) -> Sizes:
+        """The sizes of a block that consists of these modules, in so many chunks."""
         tokens, element = block.rows * block.batch, block.element_bytes
         hidden = tokens * block.hidden * element
         norm = _norm_bytes(block, modules)
@@ -109,11 +122,19 @@ class Sizes:
         routing_per_row += modules.routing_bytes[1] * block.topk
         if modules.combined:
             routing_per_row += block.rows_per_token * block.hidden * element
+        routing = tokens * routing_per_row
+        expert_rows = block.arriving(block.rows)
         moved = hidden * block.rows_per_token * block.load
+        if block.rows_margin is not None:
+            expert_rows = chunks * block.arriving(block.rows / chunks)
+            moved = expert_rows / block.expert_tensor * block.hidden * element
+            routing += _index_bytes(block, modules, chunks, expert_rows)
         arrived = moved * block.expert_tensor
         gathers_all = block.dispatcher == "allgather"
         if gathers_all:
             moved = arrived = hidden * block.expert * block.expert_tensor
+        sorts = block.local_experts > 1 or gathers_all or not block.sends_every_copy
+        inner = _inner_bytes(block, modules, expert_rows)
         return cls(
             hidden=hidden,
             first_norm=_norms_bytes(block, modules) - second_norm,
@@ -121,23 +142,25 @@ class Sizes:
             norm_again=norm - second_norm,
             attended=_attended_bytes(block),
             keys=number_of_keys(block) * element,
-            routing=tokens * routing_per_row,
+            routing=routing,
             shared=_shared_bytes(block, modules),
             saves_shared={"moe", "shared_experts"}.isdisjoint(block.recompute_modules),
             moved=moved,
             arrived=arrived,
-            copies=block.received(block.rows) * block.hidden * element,
-            sorts=block.local_experts > 1 or gathers_all or not block.sends_every_copy,
-            inner=_inner_bytes(block, modules),
-            recomputed=_inner_bytes(block, modules) * _recomputed_share(block, modules),
+            expert_rows=expert_rows,
+            row_probabilities=expert_rows * PROBABILITY_BYTES,
+            copies=expert_rows * block.hidden * element,
+            sorts=sorts or block.rows_margin is not None,
+            inner=inner,
+            recomputed=inner * _recomputed_share(block, modules),
         )
 
 
 def expert_bytes(block: Block, rows: int, *, local: bool, inner: bool) -> float:
     """Bytes that experts save of a chunk with ``rows`` rows: received tokens, with ``inner`` more tensors."""
-    tokens = block.received(block.rows) * block.row_bytes(1)
-    inner_bytes = _inner_bytes(block, modules_of(block, local=local))
-    return (tokens + inner_bytes * inner) * rows / block.rows
+    arriving = block.arriving(rows)
+    inner_bytes = _inner_bytes(block, modules_of(block, local=local), arriving)
+    return arriving * block.row_bytes(1) + inner_bytes * inner
 
 
 def saved_without_experts(block: Block, modules: Modules) -> float:
@@ -148,6 +171,15 @@ def saved_without_experts(block: Block, modules: Modules) -> float:
     mlp = block.rows * block.batch * count * block.dense_ffn * block.element_bytes
     keys = number_of_keys(block) * block.element_bytes
     return _norms_bytes(block, modules) + _attended_bytes(block) + keys + mlp
+
+
+def _index_bytes(block: Block, modules: Modules, chunks: int, expert_rows: float) -> float:
+    """Bytes of the index tensors of fixed rows, less those of the permutation of exact rows."""
+    sent = chunks * block.sent(block.rows / chunks)
+    added = sent * _INDEX_BYTES_SENT + expert_rows * _INDEX_BYTES_ARRIVING
+    if modules == FUSED:
+        return added
+    return added - block.rows * block.batch * block.experts * _PERMUTATION_BYTES
 
 
 def number_of_keys(block: Block) -> float:
@@ -176,10 +208,10 @@ def _recomputed_share(block: Block, modules: Modules) -> float:
     return 1 - 2 / modules.inner_gated if block.gated else 1 - 1 / modules.inner
 
 
-def _inner_bytes(block: Block, modules: Modules) -> float:
-    """Bytes that experts save between their linear layers."""
+def _inner_bytes(block: Block, modules: Modules, rows: float) -> float:
+    """Bytes that experts save of so many rows between their linear layers."""
     count = modules.inner_gated if block.gated else modules.inner
-    return block.received(block.rows) * count * block.ffn / block.expert_tensor * block.element_bytes
+    return rows * count * block.ffn / block.expert_tensor * block.element_bytes
 
 
 def _norms_bytes(block: Block, modules: Modules) -> float:

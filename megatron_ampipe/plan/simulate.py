@@ -158,19 +158,21 @@ class TimedProgram:
         issue_us: The host's time to issue each stage; None for training on the CPU.
         overlap: How much concurrent lanes slow each other down. The latency is at most the rest of the
             computation during which a collective begins.
+        host_waits: Whether the host waits for counts before it issues the stages that send rows.
     """
 
     compiled: Compiled
     durations: Sequence[float]
     issue_us: Sequence[float] | None
     overlap: Overlap
+    host_waits: bool = True
 
     def in_order(self, lanes: Lanes) -> TimedProgram | None:
         """See :meth:`Compiled.in_order`."""
         compiled = self.compiled.in_order(lanes, issued=self.issue_us is not None)
         if compiled is None:
             return None
-        return TimedProgram(compiled, self.durations, self.issue_us, self.overlap)
+        return replace(self, compiled=compiled)
 
     @property
     def end_us(self) -> float:
@@ -216,8 +218,9 @@ class _Host:
         num_stages: How many there are.
     """
 
-    def __init__(self, compiled: Compiled, issue_us: Sequence[float]) -> None:
-        self._order, self._host_needs, self._issue_us = compiled.issued, compiled.host_needs, issue_us
+    def __init__(self, compiled: Compiled, issue_us: Sequence[float], *, waits: bool) -> None:
+        self._order, self._issue_us = compiled.issued, issue_us
+        self._host_needs = compiled.host_needs if waits else (-1,) * len(compiled.stages)
         self.num_issued, self.num_stages = 0, len(compiled.issued)
         self._issued_at = issue_us[compiled.issued[0]]
 
@@ -264,7 +267,9 @@ class _Simulation:
     def __init__(self, timed: TimedProgram) -> None:
         compiled = timed.compiled
         self._compiled, self._durations, self._overlap = compiled, timed.durations, timed.overlap
-        self._host = None if timed.issue_us is None else _Host(compiled, timed.issue_us)
+        self._host: _Host | None = None
+        if timed.issue_us is not None:
+            self._host = _Host(compiled, timed.issue_us, waits=timed.host_waits)
         self._num_stages = len(compiled.stages)
         self.begin = [0.0] * self._num_stages
         self.end = [NOT_YET] * self._num_stages

@@ -7,6 +7,7 @@ microseconds, without the overheads that a prediction adds.
 The host needs some time for every call, independent of the size of the tensors, so above some degree the
 device waits for the host. Calls were counted on real blocks, and ``tests/streams/test_stream_order.py``
 compares them: torch operations, collectives, and waits and records of events, with Megatron's local layers.
+With fixed rows, calls take the place of the host's wait for counts.
 Fused kernels need fewer calls; it is assumed that they reduce all stages in the same proportion.
 """
 
@@ -28,6 +29,7 @@ from megatron_ampipe.plan.operation_times import (
     qkv_products,
     shared_products,
     tensors_of,
+    weights_of,
 )
 from megatron_ampipe.plan.saved import expert_bytes
 from megatron_ampipe.schedule import Direction, StageKind, kinds
@@ -35,6 +37,10 @@ from megatron_ampipe.schedule import Direction, StageKind, kinds
 COUNT_BYTES = 8
 MEAN_CALLS = Pair(8.0, 11.4)
 """Average number of calls of a stage, in a block with one local expert and without optional stages."""
+_FIXED_ROUTE, _FIXED_SORT = 17, 36
+"""Operations of index arithmetic with fixed rows: of ``route``, and of ``expert``."""
+_SORTED_BYTES = 40
+"""Bytes that a stable sort of marks of one byte reads and writes for each: marks and places, twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class CostOf:
         kind: The kind. The cost of a weight gradient belongs to the kind that has the weights.
         calls: Number of host calls for a stage of any chunk but the first, forward and backward;
             :data:`MEAN_CALLS` if None.
+        fixed_calls: The same with fixed rows; None if they are as many.
         part_of: The kind that includes this work, and its calls, in blocks without this kind.
         products: The products with weights, for a number of rows of one rank. Their weight gradients can be a
             separate stage.
@@ -68,6 +75,7 @@ class CostOf:
     kind: StageKind
     _: KW_ONLY
     calls: tuple[float, float] | Callable[[Block], tuple[float, float]] | None = None
+    fixed_calls: tuple[float, float] | Callable[[Block], tuple[float, float]] | None = None
     part_of: StageKind | None = None
     products: Callable[[Block, int], Sequence[Product]] | None = None
     measured_as: StageKind | None = None
@@ -183,7 +191,7 @@ def losses(times: OperationTimes, work: Work) -> Pair:
 def choose(times: OperationTimes, work: Work) -> Pair:
     """The router, without its load balancing."""
     sizes, tokens = times.block, times.tokens(work.rows)
-    products = times.products(tokens, sizes.hidden, sizes.experts, 1, chunked=False)
+    products = times.products(Product(tokens, sizes.hidden, sizes.experts), chunked=False)
     return losses(times, work) + products
 
 
@@ -195,14 +203,23 @@ def permute(times: OperationTimes, work: Work) -> Pair:
     return ZERO if times.block.flex else times.move(times.sent(work.rows))
 
 
-@CostOf(kinds.ROUTE, calls=(17, 12))
+@CostOf(kinds.ROUTE, calls=(17, 12), fixed_calls=(34, 16))
 def route(times: OperationTimes, work: Work) -> Pair:
     """The router, unless it is a separate stage, and the permutation."""
     moved = permute(times, work)
+    if times.has_fixed_rows and not times.block.flex:
+        moved += _sort_tokens(times, work)
     return moved if times.block.chooses else choose(times, work) + moved
 
 
-@CostOf(kinds.MERGE, calls=(4, 1))
+def _sort_tokens(times: OperationTimes, work: Work) -> Pair:
+    """Which token is in which row: a sort of a mark for each token and expert, and more operations."""
+    marks = times.tokens(work.rows) * times.block.experts
+    indices_us = times.index_us(times.sent(work.rows), _FIXED_ROUTE)
+    return Pair(times.memory_us(_SORTED_BYTES * marks) + indices_us, 0.0)
+
+
+@CostOf(kinds.MERGE, calls=(4, 1), fixed_calls=(6, 3))
 def merge(times: OperationTimes, work: Work) -> Pair:
     return permute(times, work) + times.pass_over(3 * times.tokens(work.rows) * times.block.hidden)
 
@@ -210,7 +227,7 @@ def merge(times: OperationTimes, work: Work) -> Pair:
 # The exchange of tokens with the experts.
 
 
-@CostOf(kinds.COUNTS, calls=(5, 0))
+@CostOf(kinds.COUNTS, calls=(5, 0), fixed_calls=(2, 0))
 def counts(times: OperationTimes, work: Work) -> Pair:
     sizes = times.block
     ranks = sizes.expert * sizes.expert_tensor
@@ -287,6 +304,9 @@ def scatter(times: OperationTimes, work: Work) -> Pair:
 def arrange(times: OperationTimes, work: Work) -> Pair:
     """Rows sorted by expert, or copied for the experts; or the inverse, which adds copies."""
     sizes = times.block
+    if times.has_fixed_rows and not sizes.flex:
+        # Padding goes after the rows of all experts, also of one.
+        return times.move(times.padded(work.rows))
     # HybridEP's exchange sorts them.
     sorts = sizes.dispatcher in ("alltoall", "deepep")
     if not sorts or (sizes.local_experts == 1 and sizes.sends_every_copy):
@@ -299,8 +319,9 @@ def until_activation(times: OperationTimes, work: Work) -> Pair:
     """Sorting, first linear layer and activation of the experts."""
     sizes = times.block
     up, _ = expert_products(sizes, work.rows.hidden)
-    total = times.products(*up, chunked=work.chunked)
-    total += times.pass_over(up.rows * (up.n + sizes.ffn / sizes.expert_tensor))
+    total = times.products(up, chunked=work.chunked)
+    rows = times.padded(work.rows) if times.has_fixed_rows else up.rows
+    total += times.pass_over(rows * (up.n + sizes.ffn / sizes.expert_tensor))
     return total + arrange(times, work)
 
 
@@ -311,12 +332,34 @@ def _expert_calls(block: Block) -> tuple[float, float]:
     return around + 4 * products, around + 10.75 * products
 
 
-@CostOf(kinds.EXPERT, calls=_expert_calls, products=expert_products)
+def _fixed_expert_calls(block: Block) -> tuple[float, float]:
+    """The same with fixed rows: sorting is index arithmetic, and there is one grouped product."""
+    return 45, 19 + 2 * block.local_experts
+
+
+@CostOf(kinds.EXPERT, calls=_expert_calls, fixed_calls=_fixed_expert_calls, products=expert_products)
 def expert(times: OperationTimes, work: Work) -> Pair:
     """The local experts: the work that ``rebuild`` repeats, the last linear layer, and unsorting."""
     _, down = expert_products(times.block, work.rows.hidden)
-    last = times.products(*down, chunked=work.chunked)
-    return until_activation(times, work) + last + arrange(times, work)
+    last = times.products(down, chunked=work.chunked)
+    total = until_activation(times, work) + last + arrange(times, work)
+    if times.has_fixed_rows:
+        total += ZERO if times.block.flex else _sort_rows(times, work)
+        total += _stack_weights(times, work) if times.block.local else ZERO
+    return total
+
+
+def _sort_rows(times: OperationTimes, work: Work) -> Pair:
+    """The order of received rows by expert."""
+    return Pair(times.index_us(times.padded(work.rows), _FIXED_SORT), 0.0)
+
+
+def _stack_weights(times: OperationTimes, work: Work) -> Pair:
+    """A chunk's share of copying the weights of a rank's experts side by side, once in each pass."""
+    sizes = times.block
+    weights = weights_of(expert_products(sizes, work.rows.hidden)) * sizes.local_experts
+    copied_us = times.memory_us(2 * weights * sizes.element_bytes) * work.rows.hidden / sizes.rows
+    return Pair(copied_us, copied_us)
 
 
 def _gated(times: OperationTimes, work: Work, products: Sequence[Product]) -> Pair:
@@ -379,7 +422,10 @@ def host_calls(
     kind: StageKind, direction: Direction, block: Block, *, others: Collection[StageKind] = ()
 ) -> float:
     """Number of host calls to issue one stage of one chunk; ``others`` are the kinds of its block."""
-    calls = facts_of(kind).calls or MEAN_CALLS
+    facts = facts_of(kind)
+    calls = facts.calls or MEAN_CALLS
+    if block.rows_margin is not None:
+        calls = facts.fixed_calls or calls
     own = Pair(*(calls(block) if callable(calls) else calls)).of(direction)
     parts = (part for part in others if facts_of(part).part_of == kind)
     return own - sum(host_calls(part, direction, block) for part in parts)
@@ -387,7 +433,7 @@ def host_calls(
 
 def issued_parts(kind: StageKind, direction: Direction, block: Block) -> float:
     """Factor by which issuing a stage takes longer than with one local expert."""
-    calls_alone = host_calls(kind, direction, replace(block, experts=block.expert))
+    calls_alone = host_calls(kind, direction, replace(block, experts=block.expert, rows_margin=None))
     if not calls_alone:
         # The backward pass has no such stage, as of counts.
         return 1.0

@@ -314,7 +314,11 @@ WeightProduct = Callable[[Tensor, Tensor], Tensor | None]
 """Computes the gradient ``[N, K]`` of a weight from ``inputs [R, K]`` and ``gradient [R, N]``. Returns
 Megatron's placeholder if it has added the gradient to ``main_grad``."""
 DelayedTensors = list[Tensor | list[Tensor] | None]
-"""The tensors of a delayed product: of a grouped layer, lists by expert."""
+"""The tensors of a delayed product: of a grouped layer, lists by expert.
+
+In place of a tensor, Transformer Engine can give an object that holds tensors: quantized ones, or the rows of
+all experts.
+"""
 Delayed = Callable[[DelayedTensors], Iterable[tuple[Parameter, Tensor | None]]]
 """Computes a layer's delayed products from the tensors that it gave. Yields parameters with their gradients,
 or with Megatron's placeholder for a gradient that was added to ``main_grad``."""
@@ -351,8 +355,9 @@ class WeightProducts:
         """All tensors that are kept."""
         kept = [tensor for _, *kept in self._waiting.values() for part in kept for tensor in part]
         for _, parts in self._delayed:
-            flat = (tensor for part in parts for tensor in (part if isinstance(part, list) else [part]))
-            kept += [tensor for tensor in flat if isinstance(tensor, Tensor)]
+            for part in parts:
+                for operand in part if isinstance(part, list) else [part]:
+                    kept += _tensors_of(operand)
         return kept
 
     @classmethod
@@ -384,6 +389,12 @@ class WeightProducts:
                 for parameter, gradient in delayed(tensors):
                     sums.add(sums.numbers[parameter], gradient)
                 del tensors
+
+
+def _tensors_of(operand: object) -> list[Tensor]:
+    """A tensor, or those that an object of Transformer Engine holds."""
+    held = [operand] if isinstance(operand, Tensor) else getattr(operand, "__dict__", {}).values()
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
 def is_one_product(rows: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:

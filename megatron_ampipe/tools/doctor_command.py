@@ -46,6 +46,11 @@ _KERNEL = """
 from megatron_ampipe.tools.doctor_command import describe_kernel
 print(describe_kernel({kernel!r}))
 """
+_ENGINE = """
+import transformer_engine.pytorch
+from megatron_ampipe.tools.doctor_command import describe_engine
+print(describe_engine())
+"""
 _OTHER_APEX = (
     "Another package named apex is installed. Megatron takes it for NVIDIA's, and its local layers with "
     "LayerNorm fail: pip uninstall apex"
@@ -151,6 +156,8 @@ def examine() -> tuple[dict[str, str], list[str], int | None]:
 
 def _program(package: compat.OptionalPackage) -> str:
     """A program that imports a package, and may print what it is."""
+    if package.module == "transformer_engine.pytorch":
+        return _ENGINE
     return f"import {package.module}" if package.kernel is None else _KERNEL.format(kernel=package.kernel)
 
 
@@ -178,6 +185,21 @@ def describe_kernel(kernel: str) -> str:
         if problem is None
         else f"{version}, not used: {problem}"
     )
+
+
+def describe_engine() -> str:
+    """The installed version of Transformer Engine, and in which precisions it takes rows as fixed rows do."""
+    import torch
+
+    version = str(compat.found_version("transformer-engine") or "of an unknown version")
+    if not torch.cuda.is_available():
+        return f"{version}; --ampipe-rows fixed: there is no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    problems = {recipe: compat.grouped_linear_problem(recipe, capability) for recipe in compat.DEVICE_ROWS}
+    usable = [recipe or "bf16" for recipe, problem in problems.items() if problem is None]
+    if usable:
+        return f"{version}; --ampipe-rows fixed in {', '.join(usable)}"
+    return f"{version}; no --ampipe-rows fixed: {problems[None]}"
 
 
 def _probe(program: str) -> tuple[bool, str]:

@@ -15,12 +15,12 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.files.flag_files import FlagFile, read_flag_file
 from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.host_times import GRAPH_LAUNCH_US, in_words, with_graphs
+from megatron_ampipe.plan.host_times import in_words, with_graphs
 from megatron_ampipe.plan.model_file import ModelFile
 from megatron_ampipe.plan.model_flags import TRAINING_FLAGS
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, make_plans
-from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.predict import GRAPH_LAUNCH_US, Predictor
 from megatron_ampipe.schedule import Exchange
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ def model_of(file: FlagFile, judgement: Judgement) -> ModelFile:
     recomputes = run is not None and run.recomputed_layers > 0
     settings = Settings() if run is None else run.settings
     model = model_of_args(judgement.args, settings, recomputes=recomputes, keys=TRAINING_FLAGS)
+    if run is not None and run.graphs.of_passes:
+        model = replace(model, values={**model.values, "cuda-graph-impl": "local"})
     lines = {given.flag[2:]: int(given.place.rpartition(":")[2]) for given in file.flags}
     return replace(model, path=file.path, lines=lines)
 

@@ -157,7 +157,7 @@ def build_layers(
             changed_functions.count_without_padding(layer.mlp.router)
     for layer in (stock, ours):
         layer.train(case.training)
-        if case.engine:
+        if case.engine in ("linear", "grouped"):
             from tests.te_linear_standin import use_engine
 
             use_engine(layer, grouped=case.engine == "grouped")
@@ -200,6 +200,10 @@ def layer_specs(case: Case, config: TransformerConfig) -> list[ModuleSpec]:
             # knows no context parallelism.
             attention.core_attention = HostDotProductAttention
         specs.append(with_gated_delta_net(spec) if kind == "g" else spec)
+    if case.engine in ("grouped", "experts"):
+        from tests.te_linear_standin import with_grouped_experts
+
+        specs = [with_grouped_experts(spec) for spec in specs]
     return specs
 
 

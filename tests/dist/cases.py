@@ -49,7 +49,8 @@ class Case:
     transformer_engine: bool = False
     """The layers are Transformer Engine's."""
     engine: str = ""
-    """Stand-ins of Transformer Engine's linear layers: ``linear``, or ``grouped`` for the experts' too."""
+    """Stand-ins of Transformer Engine's linear layers: ``linear``, ``grouped`` for the experts' too, or
+    ``experts`` for theirs alone."""
     whole_down: bool = False
     """Latent attention projects down as with Transformer Engine: each tensor-parallel rank its rows, with all
     columns. With Megatron's local layers the key of the positions gets a wrong gradient there."""
@@ -647,6 +648,23 @@ FIXED_ROWS = cases("fixed-", {"fixed_rows": True, "model": LARGE}, {
     "tp-experts-ep-memory": {"world_size": 4, "parallel": TP_EXPERTS_EP, "memory": "redispatch/keep/S3/S2"},
     "tp-experts-ep-stack": RECOMPUTED | {"world_size": 4, "parallel": TP_EXPERTS_EP},
     "tp-experts-lancet": {"parallel": TP_EXPERTS, "schedule": "lancet", "degree": 2},
+    "engine-degree2": {"engine": "grouped", "degree": 2, "model": LARGE | SHARED},
+    "engine-ep1": {"engine": "grouped", "world_size": 1, "batch": 3},
+    "engine-ep4-bias": {"engine": "grouped", "world_size": 4, "degree": 2, "model": BIASED_EXPERTS},
+    "engine-stack-recompute": RECOMPUTED | {"engine": "grouped"},
+    "engine-moe-act": {"engine": "grouped", "batch": 3, "model": LARGE | again("moe_act")},
+    "engine-probs-on-input": {"engine": "grouped", "model": {"moe_apply_probs_on_input": True}},
+    "engine-memory": {
+        "engine": "grouped", "memory": "keep/rebuild/redispatch/S3", "model": LARGE | SHARED,
+    },
+    "engine-stack-lancet-memory": IN_MDM
+    | {"engine": "grouped", "schedule": "lancet", "memory": "offload/S2/rebuild/S3", "executor": "cuda"},
+    "engine-joined-bias": {
+        "engine": "grouped", "schedule": "joined", "degree": 2, "model": BIASED_EXPERTS,
+    },
+    "engine-tp-experts-lancet": {
+        "engine": "experts", "parallel": TP_EXPERTS, "schedule": "lancet", "degree": 2,
+    },
 })  # fmt: skip
 
 FIXED_HYBRID = cases("fixed-hybridep-", {"fixed_rows": True, "stock": ALL_TO_ALL, "model": LARGE | HYBRID}, {
@@ -663,6 +681,7 @@ FIXED_HYBRID = cases("fixed-hybridep-", {"fixed_rows": True, "stock": ALL_TO_ALL
     },
     "latent": {"model": LATENT_EXPERTS | HYBRID | AUX | Z},
     "tp-experts": {"parallel": TP_EXPERTS, "schedule": "moe-only"},
+    "engine-lancet": {"engine": "experts", "schedule": "lancet", "degree": 2},
 })  # fmt: skip
 FIXED_ROWS += FIXED_HYBRID
 

@@ -164,6 +164,26 @@ def test_weights_are_stacked_once_per_pass(name: str) -> None:
     assert sorted(stacked(operators)) == sorted(shapes)
 
 
+@pytest.mark.parametrize("rebuilt", [(), (0, 2, 3), (0, 1, 2, 3)], ids=["keep", "mixed", "rebuild"])
+def test_stacked_weights_are_released_after_the_last_chunk(rebuilt: tuple[int, ...]) -> None:
+    """Also if only some chunks run again, so that the passes use the weights of a layer unequally often."""
+    from megatron_ampipe.layers.fixed_experts import StackedWeights
+    from megatron_ampipe.schedule import Direction
+
+    weights = [torch.ones(2, 3), torch.ones(2, 3)]
+    stacked = StackedWeights(4)
+    for _ in range(4):
+        stacked.take(weights, Direction.FORWARD)
+    assert stacked._stacked is None
+    copies = set()
+    for chunk in range(4):
+        if chunk in rebuilt:
+            copies.add(stacked.take(weights, Direction.FORWARD))
+        copies.add(stacked.take(weights, Direction.BACKWARD))
+    assert stacked._stacked is None
+    assert len(copies) == 1
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["fixed-ep4-degree2", "fixed-hybridep-ep4"])
 def test_a_count_above_its_budget_is_seen(name: str) -> None:

@@ -4,11 +4,13 @@ In fp64, so that what is rounded to other FP8 numbers than in the whole sequence
 tolerance. Weights change between iterations, and a stale quantized weight is an error of the stand-in.
 """
 
+import copy
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,7 +62,11 @@ def _stand_ins() -> None:
 
 def case_of(variant: str, recipe: str) -> Case:
     # 512 tokens, and 128 in a chunk.
-    fields = {"sequence_length": 256, "batch": 2} | VARIANTS[variant]
+    fields = {"sequence_length": 256, "batch": 2} | (VARIANTS | FIXED_ROWS)[variant]
+    if variant in FIXED_ROWS:
+        # Megatron's layers recompute through Transformer Engine in FP8.
+        others = {"fixed_rows": True, "engine": "experts", "stock": {"recompute_granularity": None}}
+        fields = others | fields
     precision = {
         "moe_router_dtype": "fp64",
         "gradient_accumulation_fusion": True,
@@ -143,6 +149,61 @@ def test_chunks_of_whole_tiles_round_as_the_whole_sequence(variant: str, recipe:
         # In each iteration once; a first run without a graph makes the one copy that it needs.
         runs = 2 if run_twice is not None and run_twice in name else 1
         assert linear.quantized == (0 if in_bf16 else runs * NUM_ITERATIONS), name
+
+
+FIXED_ROWS: dict[str, dict[str, Any]] = {
+    "fixed-degree4": {},
+    "fixed-lancet-first-layer-bf16": {"schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0},
+    "fixed-recompute-moe-act": {
+        "degree": 2, "model": again("moe_act", normalization="RMSNorm"),
+    },
+    "fixed-stack-recompute-bias": {
+        "layers": "mm", "stack": 0, "degree": 2, "recompute": math.inf,
+        "model": {
+            "add_bias_linear": True, "normalization": "LayerNorm",
+            "moe_shared_expert_intermediate_size": None,
+        },
+    },
+}  # fmt: skip
+"""Of grouped experts, whose rows are filled up with zeros, without the host knowing their numbers."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "recipe", "experts_round"),
+    [
+        *((variant, "mxfp8", False) for variant in FIXED_ROWS if variant != "fixed-degree4"),
+        *(("fixed-degree4", recipe, True) for recipe in ("blockwise", "mxfp8", "tensorwise")),
+    ],
+)
+def test_fixed_rows_round_as_exact_ones(variant: str, recipe: str, experts_round: bool) -> None:
+    """All numbers are equal to those of Megatron's layers; where these round the operands of the gradients of
+    experts' weights, to those of exact rows in the same chunks."""
+    from megatron_ampipe.exchange import fixed_rows
+    from megatron_ampipe.runtime.collectives import HostCopy
+    from tests.dist.blocks import wrong
+    from tests.dist.test_fixed_rows import fixed_rows_of
+    from tests.dist.worker import empty_is_nan
+
+    case = case_of(variant, recipe)
+    stock, ours = pair(case, recipe, experts_round=experts_round)
+    state, begin = fixed_rows_of(ours), copy.deepcopy(ours.state_dict())
+    state.is_watched = True
+    exact = train(ours, case)
+    expected = exact if experts_round else train(stock, case)
+    assert wrong(expected, exact, TOLERANCE) == {}
+    state.end_step()
+    state.learn(1.5)
+    state.is_active = True
+    ours.load_state_dict(begin)
+    read = AssertionError("the host reads counts")
+    with (
+        mock.patch.object(fixed_rows, "PADDING", math.nan),
+        mock.patch.object(HostCopy, "wait", side_effect=read),
+        empty_is_nan(),
+    ):
+        found = train(ours, case)
+    assert not state.overflow(torch.device("cpu")) and state.budgets
+    assert wrong(expected, found, TOLERANCE) == {}
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])

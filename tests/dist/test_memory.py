@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.moments import IN_FLIGHT
 from megatron_ampipe.runtime import executors
@@ -145,7 +146,46 @@ SMALL_EXPERTS = [
         "moe-only 4": {"schedule": "moe-only"},
     }.items()
 ]
+# Padding of what experts get, in copies of it too, and a copy of the experts' weights.
+TOP2_OF_32 = {"also": MANY | {"moe_router_topk": 2}}
+FIXED_FIELDS: list[dict[str, Any]] = [
+    {"degree": 2},
+    {"memory": "rebuild"},
+    {"memory": "S2", "degree": 2, **LOSSES},
+    {"schedule": "lancet", "degree": 2, **LOSSES},
+    {"layers": "mm", "memory": "rebuild/keep/rebuild/rebuild"},
+    {"degree": 2, **TOP2_OF_32},
+    {"memory": "S3", **TOP2_OF_32},
+    # Last, as ranks are started again.
+    {"world_size": 4, "degree": 2, "memory": "redispatch", **LOSSES},
+]
+
+
+def fixed(**fields: Any) -> Case:
+    """A case with fixed rows."""
+    named = " ".join(str(value) for name, value in fields.items() if name not in ("also", "model", "layers"))
+    size = "of 32 " if "also" in fields else ""
+    return case(f"fixed {size}{named}", executor="late", fixed_rows=True, **fields)
+
+
+FIXED = [fixed(**fields) for fields in FIXED_FIELDS]
 FAST = [case("top8 of 32 in threads", also=MANY | {"moe_router_topk": 8}, memory="rebuild", degree=2)]
+
+
+def expect_budgets(case: Case, layer: torch.nn.Module) -> None:
+    """Give all chunks the budgets that the planner expects (``tests.unit.test_fixed_rows`` learns such)."""
+    from megatron_ampipe.exchange.fixed_rows import RowBudget
+    from tests.dist.blocks import inputs_of, run_pass
+    from tests.dist.test_fixed_rows import fixed_rows_of
+
+    state = fixed_rows_of(layer)
+    state.is_watched = True
+    run_pass(layer, inputs_of(case, rank=torch.distributed.get_rank(), dtype=torch.float32))
+    block, ranks = block_of(case, num_ranks=case.world_size), case.world_size
+    budget = round(block.sent(block.rows / case.pipeline.num_chunks) / ranks)
+    for chunk in state._chunks:
+        chunk.use(RowBudget(((budget,) * ranks,) * ranks), torch.device("cpu"))
+    state.is_active = True
 
 
 class Measurements:
@@ -180,6 +220,8 @@ class Measurements:
 
         executor = WatchedExecutor(EXECUTORS[case.executor](), self._meter)
         _, layer = build_layers(case, executor=executor)
+        if case.fixed_rows:
+            expect_budgets(case, layer)
         for one in getattr(layer, "layers", [layer]):
             # A stage of AMPipe's layers calls the kernel itself.
             if type(one).__name__ == "TransformerLayer":
@@ -279,8 +321,8 @@ def test_only_gradients_stay_allocated(case: Case, reports: Measurements) -> Non
     assert left <= of_stock
 
 
-def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
-    """What the planner predicts for a case."""
+def block_of(case: Case, *, num_ranks: int = 2) -> Block:
+    """The planner's description of a layer of a case with experts."""
     model = case.model
     block = GridCase(
         name=case.name,
@@ -295,10 +337,19 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
         activation="swiglu" if model.get("gated_linear_unit") else "gelu",
         dtype="bf16" if model.get("bf16") else "fp32",
     )
-    block = block_of_case(block, num_ranks=num_ranks, fused_gradients=False)
-    block = dataclasses.replace(block, recompute_modules=tuple(model.get("recompute_modules", ())))
+    return dataclasses.replace(
+        block_of_case(block, num_ranks=num_ranks, fused_gradients=False),
+        recompute_modules=tuple(model.get("recompute_modules", ())),
+        dense_ffn=model["ffn_hidden_size"],
+        exchange=case.exchange,
+        rows_margin=1.25 if case.fixed_rows else None,
+    )
+
+
+def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
+    """What the planner predicts for a case."""
     return peak_bytes(
-        dataclasses.replace(block, dense_ffn=model["ffn_hidden_size"], exchange=case.exchange),
+        block_of(case, num_ranks=num_ranks),
         case.pipeline if case.partner is None else case.pipeline.with_partners(forward=True, backward=True),
         # Of a pass ahead, about a layer is kept before the backward pass has released one.
         num_layers=len(case.layers) + (case.partner is not None),
@@ -321,6 +372,18 @@ def test_the_planner_predicts_the_peak(case: Case, reports: Measurements) -> Non
 def test_the_planner_predicts_the_peak_of_rows_of_tokens(case: Case, reports: Measurements) -> None:
     """Both are exact but for how many rows each expert gets, which is random, and small tensors."""
     assert predicted_bytes(case) == pytest.approx(reports.peak(case), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.ranks(case.world_size)) for case in FIXED]
+)
+def test_the_planner_predicts_the_peak_of_fixed_rows(case: Case, reports: Measurements) -> None:
+    """Also exact but for small tensors."""
+    predicted = predicted_bytes(case, num_ranks=case.world_size)
+    exact = predicted_bytes(dataclasses.replace(case, fixed_rows=False), num_ranks=case.world_size)
+    # Padding is there, or nothing was shown.
+    assert predicted > 1.05 * exact
+    assert predicted == pytest.approx(reports.peak(case), rel=0.03)
 
 
 def test_no_more_transfers_are_in_flight_than_the_planner_counts() -> None:

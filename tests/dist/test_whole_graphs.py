@@ -26,6 +26,7 @@ from tests.dist.cases import (
     Case,
 )
 from tests.dist.test_cuda_graphs import INTERLEAVED, MOVED, ORDERS, move_parameters
+from tests.dist.test_memory import case as sized_case
 
 TOLERANCE = 1e-5
 PASSES = 5
@@ -36,7 +37,8 @@ _ALIKE = (
     "degree2", "stack2", "one-expert-each", "probs-on-input", "odd-ffn", "lancet", "lancet-uncut",
     "ep4-degree2", "latent", "layernorm-moe", "tp-experts-lancet", "hybridep-degree2",
     "hybridep-one-expert-each", "hybridep-bias-capacity", "hybridep-probs-on-input", "hybridep-latent",
-    "hybridep-tp-experts",
+    "hybridep-tp-experts", "hybridep-engine-lancet", "engine-degree2", "engine-ep1", "engine-ep4-bias",
+    "engine-moe-act", "engine-probs-on-input", "engine-tp-experts-lancet",
 )  # fmt: skip
 """Cases that capture nothing that no other case has."""
 CASES = [
@@ -182,6 +184,34 @@ def test_several_micro_batches_in_flight(orders: list[str], stack: int) -> None:
             set_budgets(state)
         assert not exceeds(state), "the budgets of the test are too small"
     assert cuda_graph_standin.REPLAYS and cuda_graph_standin.num_reused()
+
+
+POOLS_OF = [
+    sized_case("whole", layers="mmm", fixed_rows=True, executor="sequential", degree=2, **fields)
+    for fields in ({"stack": 0}, {"stack": 1, "model": "top2-swiglu-losses"})
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", POOLS_OF, ids=["stack", "blocks"])
+def test_pools_are_as_large_as_predicted(case: Case) -> None:
+    """For two micro-batches in flight, each with graphs of all stacks."""
+    from megatron_ampipe.plan.memory import stage_bytes
+    from tests.dist.micro_batches import step_in_order
+    from tests.dist.test_memory import block_of, expect_budgets
+
+    _, ours, _ = captured(case)
+    expect_budgets(case, ours)
+    for _ in range(2):
+        ours.zero_grad()
+        step_in_order(ours, case, "F0 F1 B0 B1")
+    pools = [cuda_graph_standin.POOLS[pool] for pool in set(cuda_graph_standin.REPLAYS)]
+    num_stacks = 1 if case.pipeline.stack == 0 else len(case.layers)
+    assert len(pools) == 2 * num_stacks
+    size = sum(len(block.memory) for pool in pools for block in pool)
+    block = dataclasses.replace(block_of(case), captures_passes=True)
+    predicted = stage_bytes(block, case.pipeline, num_layers=len(case.layers), passes=2, local=True)
+    assert predicted == pytest.approx(size, rel=0.1)
 
 
 @pytest.mark.ranks(2)

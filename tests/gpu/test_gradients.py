@@ -7,12 +7,17 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from megatron_ampipe import compat
 from tests.dist.cases import SHARED, Case, Z
 from tests.gpu.test_cuda import BF16_BOUND, IN_BF16, ONE_DEVICE, on_device
+
+if TYPE_CHECKING:
+    from tests.dist.blocks import Inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
@@ -56,13 +61,20 @@ def main_gradients(layer: torch.nn.Module, case: Case, *, turned: bool = False) 
     return {name: parameter.main_grad.clone() for name, parameter in layer.named_parameters()}
 
 
+Prepare = Callable[[torch.nn.Module, Case], None]
+"""Called with AMPipe's layer before it is compared."""
+
+
 @pytest.fixture
 def compare(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     """Compares what Megatron's optimizer gets of both layers, and notes what torch says of streams."""
     from tests.dist.blocks import wrong
 
-    def compared(case: Case, *, bound: float = BF16_BOUND, turned: bool = False) -> None:
+    def compared(
+        case: Case, *, bound: float = BF16_BOUND, turned: bool = False, prepare: Prepare = lambda *_: None
+    ) -> None:
         stock, ours = on_device(case)
+        prepare(ours, case)
         expected = main_gradients(stock, case, turned=turned)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -113,6 +125,62 @@ def test_transformer_engine_in_fp8(
     model = case.model | {"fp8_recipe": recipe}
     case = dataclasses.replace(case, sequence_length=512, schedule=schedule, model=model)
     compare(case, bound=FP8_BOUND, turned=True)
+
+
+@pytest.mark.parametrize("schedule", ["ampipe", "lancet"])
+@pytest.mark.parametrize(
+    "recipe", [None, "tensorwise", "blockwise", "mxfp8"], ids=lambda recipe: recipe or "bf16"
+)
+def test_transformer_engine_over_fixed_rows(
+    recipe: str | None, schedule: str, compare: Callable[..., None]
+) -> None:
+    """Where it takes numbers of rows from the device; one pass in which torch raises if the host waits."""
+    # All experts of every token: rounding cannot decide between two that are nearly tied.
+    fp8 = {} if recipe is None else {"fp8": "e4m3", "fp8_recipe": recipe}
+    case = of_transformer_engine(moe_router_topk=4, **fp8)
+    problem = compat.grouped_linear_problem(recipe, torch.cuda.get_device_capability())
+    if problem is not None:
+        pytest.skip(problem)
+    case = dataclasses.replace(
+        case, sequence_length=512, replay=None, fixed_rows=True, degree=4, schedule=schedule
+    )
+    compare(case, bound=BF16_BOUND if recipe is None else FP8_BOUND, turned=True, prepare=learn_budgets)
+
+
+def learn_budgets(ours: torch.nn.Module, case: Case) -> None:
+    """Learn the budgets of fixed rows in a pass with exact rows, and run one with them."""
+    from tests.dist.blocks import inputs_of
+    from tests.dist.test_fixed_rows import fixed_rows_of
+
+    rows = fixed_rows_of(ours)
+    rows.is_watched = True
+    inputs = [inputs_of(case, rank=rank, device="cuda", dtype=torch.bfloat16) for rank in (0, 1)]
+    for one in inputs:
+        run_pass(ours, one)
+    rows.end_step()
+    rows.learn(2.0)
+    rows.is_active = True
+    run_pass(ours, inputs[0])
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run_pass(ours, inputs[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not rows.overflow(torch.device("cuda")).item()
+    for parameter in ours.parameters():
+        parameter.grad = None
+
+
+def run_pass(layer: torch.nn.Module, inputs: "Inputs") -> None:
+    """Both passes, in the precision of the layer."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    from tests.dist.blocks import forward
+
+    with get_fp8_context(layer.config, 0):
+        output, _ = forward(layer, inputs)
+    output.backward(inputs.gradient)
 
 
 FP8_BOUND = 2**-3

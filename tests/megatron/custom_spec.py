@@ -8,6 +8,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from tests.gated_delta_net_standin import with_gated_delta_net
+from tests.te_linear_standin import with_grouped_experts
 
 moe_layer = get_gpt_layer_local_spec(num_experts=4, normalization="LayerNorm")
 delta_layer = with_gated_delta_net(moe_layer)
@@ -21,3 +22,9 @@ def layer_of(config: Any) -> ModuleSpec:
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
+
+
+def engine_layer_of(config: Any) -> ModuleSpec:
+    """The same, with stand-ins of Transformer Engine's grouped linear layers in the experts."""
+    spec: ModuleSpec = with_grouped_experts(layer_of(config))
+    return spec

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.recorded_routing import read_routing
+from megatron_ampipe.schedule import Pipeline, period
+from tests.golden.write import BLOCKS, schedule_of
 from tests.megatron.launcher import MOCK_DATA, Run, assert_same_digits, runs_of
 from tests.megatron.stand_ins import SMALL_BUDGETS
 from tests.megatron.trainings import COMMON, EP, FOUR_LAYERS, LLAMA, OVERLAPS, PP, SHARED
@@ -31,12 +34,16 @@ WITHOUT_DRAWS = STATE.replace("--moe-input-jitter-eps 0.01 --hidden-dropout 0.1 
 CAPTURED = EP + LLAMA + SHARED + FOUR_LAYERS + OVERLAPS + WITHOUT_DRAWS
 KINDS = {
     # Two groups of expert-parallel ranks, of which one exceeds budgets. Parameters are gathered and gradients
-    # reduced during the passes, of the repeat too.
-    "stack": EP + LLAMA + SHARED + STATE + OVERLAPS + "--ampipe-degree 4 ",
+    # reduced during the passes, of the repeat too. The more padding, the less of experts is kept.
+    "stack": EP + LLAMA + SHARED + STATE + OVERLAPS + "--ampipe-degree 4 --ampipe-memory auto "
+    "--ampipe-memory-budget 2.5MiB ",
     # A repeated step is recorded once.
     "lancet": EP + FOUR_LAYERS + STATE + "--ampipe-degree 2 --ampipe-schedule lancet --ampipe-stack 1 "
     "--ampipe-routing-dir {folder}/routing --ampipe-routing-interval 1 ",
     "mtp": EP + LLAMA + STATE + "--mtp-num-layers 1 --ampipe-degree 2 ",
+    # Experts of Transformer Engine, by stand-ins.
+    "engine": EP + LLAMA + STATE + "--spec tests.megatron.custom_spec engine_layer_of --ampipe-degree 2 "
+    "--ampipe-schedule lancet ",
     # Only the first pipeline stage exceeds budgets.
     "pipeline": EP + PP + STATE + OVERLAPS + "--ampipe-degree 2 --ampipe-memory redispatch/S3 ",
     "interleaved": PP + STATE + OVERLAPS + PLACED + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
@@ -57,12 +64,21 @@ KINDS |= {
 }
 WITH_GRAPHS = ("graphs", "hybridep-graphs", "partners", "virtual")
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
+TRIED = 45
+"""Iterations that are enough to choose a degree: each is tried three times before it is timed three times."""
+AUTO = {
+    "stock": "",
+    "fixed": f"--ampipe-degree auto {FIXED} 3",
+    "small": f"--ampipe-degree auto {FIXED} {SMALL_BUDGETS} --ampipe-save-plan {{folder}}/chosen.yaml",
+}
+"""The same training with stock layers, and with degrees that are tried."""
 
 
 LAUNCHES = {
     "stack": (4, "overflows"),
     "lancet": (2, "overflows"),
     "mtp": (2, "overflows"),
+    "engine": (2, "overflows"),
     "pipeline": (4, "overflows"),
     "interleaved": (2, "overflows"),
     "graphs": (2, "whole_graphs"),
@@ -101,8 +117,34 @@ def runs(folder: Path) -> dict[str, Run]:
             for line in lines_of(kind)
             if LAUNCHES[kind] == (num_ranks, stand_ins)
         }
+        if (num_ranks, stand_ins) == (2, "overflows"):
+            words |= {
+                f"auto {line}": [
+                    *COMMON,
+                    *MOCK_DATA,
+                    *shlex.split(EP + LLAMA + AUTO[line].format(folder=folder)),
+                    *("--train-iters", str(TRIED)),
+                ]
+                for line in AUTO
+            }
+        if stand_ins == "whole_graphs":
+            words["graphs plan"] = with_plan(words["graphs fixed"], folder / "plan.yaml")
         found |= runs_of(words, num_ranks=num_ranks, stand_ins=stand_ins)
     return found
+
+
+def with_plan(words: list[str], path: Path) -> list[str]:
+    """The same run by a plan of a file."""
+    # Router losses and shared experts.
+    _, layers, _ = schedule_of(BLOCKS["shared"], {"schedule": "ampipe", "degree": 2, "layers": 2})
+    order = period(Pipeline.of(2).schedule_of(layers[:1]))
+    pipeline = Pipeline.of(2, stack=2, shares=(0.5, 0.5), order=order)
+    plan = Plan(pipeline=pipeline, reason="of a test")
+    plan.write(path, head="a test")
+    given = shlex.split("--ampipe-degree 2 --ampipe-stack 2")
+    start = words.index(given[0])
+    assert words[start : start + len(given)] == given
+    return [*words[:start], *words[start + len(given) :], "--ampipe-plan", str(path)]
 
 
 def steps_of(run: Run) -> tuple[int, int]:
@@ -122,6 +164,14 @@ def test_logs_the_digits_of_exact_rows(kind: str, runs: dict[str, Run]) -> None:
     assert "fixed rows" not in exact.output
 
 
+def test_a_budget_of_memory_knows_the_padding(runs: dict[str, Run]) -> None:
+    exact, fixed, small = (runs[f"stack {line}"] for line in LINES)
+    assert exact.says("memory keep the least work done again within 2.5MiB")
+    reason = "the least work done again within 2.5MiB"
+    assert fixed.says(reason) and not fixed.says(f"memory keep {reason}")
+    assert small.says("memory rebuild the least work done again within 2.5MiB")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_the_steps_that_are_repeated(kind: str, runs: dict[str, Run]) -> None:
     if kind in WITHOUT_REPEATS:
@@ -138,6 +188,25 @@ def test_a_repeated_step_is_recorded_once(runs: dict[str, Run], folder: Path) ->
     )
     assert [record.iteration for record in small] == [*range(1, NUM_ITERATIONS + 1)]
     assert small == exact
+
+
+def test_degrees_are_tried_with_budgets_that_each_has_learned(runs: dict[str, Run], folder: Path) -> None:
+    stock, fixed, small = (runs[f"auto {line}"] for line in AUTO)
+    for run in (fixed, small):
+        assert run.losses == {name: pytest.approx(values, rel=2e-4) for name, values in stock.losses.items()}
+        assert re.search(r"AMPipe: input of 32 rows x 1: degree .* an iteration spent", run.output)
+        assert "trying degrees 1, 2, 4, one per iteration, for up to 37 iterations" in run.output
+    assert steps_of(fixed) == (TRIED - 2, 0)
+    assert steps_of(small)[1] > 0
+    saved = Plan.read(folder / "chosen.yaml").made_for
+    assert saved is not None and saved["rows_margin"] == SMALL_BUDGETS
+
+
+def test_a_plan_is_run_with_whole_passes(runs: dict[str, Run]) -> None:
+    planned, fixed = runs["graphs plan"], runs["graphs fixed"]
+    assert planned.says("CUDA graphs whole passes") and planned.says("read from")
+    assert planned.logged == fixed.logged and steps_of(planned) == steps_of(fixed)
+    assert re.findall(r"replays: (\d+)", planned.output) == re.findall(r"replays: (\d+)", fixed.output)
 
 
 @pytest.mark.parametrize("kind", ["graphs", "hybridep-graphs"])

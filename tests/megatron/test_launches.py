@@ -262,7 +262,7 @@ def test_the_table_shows_what_orders_streams_and_collectives_on_a_gpu(
     assert squeezed("warning NCCL_LAUNCH_ORDER_IMPLICIT=0") in table
 
 
-def test_fixed_rows_need_products_of_a_gpu_that_read_no_size_on_the_host(
+def test_fixed_rows_need_16_bits_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -274,12 +274,8 @@ def test_fixed_rows_need_products_of_a_gpu_that_read_no_size_on_the_host(
     monkeypatch.setattr(host, "installed", lambda: False)
     with pytest.raises(BadInput, match="--ampipe-rows fixed: without --bf16"):
         table_of("--ampipe-rows fixed", monkeypatch, capsys, model)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     table = table_of("--ampipe-rows fixed --bf16", monkeypatch, capsys, model)
     assert squeezed("chunk boundaries") in table
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
-    with pytest.raises(BadInput, match=r"capability 9 and 10, and this one has 8\.6"):
-        table_of("--ampipe-rows fixed --bf16", monkeypatch, capsys, model)
 
 
 def test_a_launch_reads_its_plan_once(

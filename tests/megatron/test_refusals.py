@@ -75,15 +75,18 @@ REFUSED = {
     ],
     "--ampipe-rows (2)": [
         "fixed --transformer-impl transformer_engine",
-        "fixed --transformer-impl local --moe-grouped-gemm",
+        "fixed --transformer-impl inference_optimized --moe-grouped-gemm",
     ],
-    "--ampipe-rows (3)": [f"fixed {HYBRIDEP} --transformer-impl local --moe-permute-fusion-into-hybridep"],
-    "--ampipe-rows (4)": [f"fixed {HYBRIDEP} --transformer-impl local --moe-expert-rank-capacity-factor 1.5"],
-    "--ampipe-rows (5)": [
+    "--ampipe-rows (3)": [
+        "fixed --transformer-impl transformer_engine --moe-grouped-gemm --use-transformer-engine-op-fuser"
+    ],
+    "--ampipe-rows (4)": [f"fixed {HYBRIDEP} {FP8} --moe-grouped-gemm --micro-batch-size 64"],
+    "--ampipe-rows (5)": [f"fixed {HYBRIDEP} --transformer-impl local --moe-permute-fusion-into-hybridep"],
+    "--ampipe-rows (6)": [f"fixed {HYBRIDEP} --transformer-impl local --moe-expert-rank-capacity-factor 1.5"],
+    "--ampipe-rows (7)": [
         f"fixed --transformer-impl local {others}"
         for others in (
             "--ampipe-condense 0.9",
-            "--ampipe-memory-budget 40GiB",
             "--skip-train",
         )
     ],
@@ -123,6 +126,10 @@ REFUSED = {
         ),
     ],
     "--cuda-graph-impl (6)": [
+        f"local --ampipe-rows fixed --transformer-impl local {others}"
+        for others in ("--ampipe-memory-budget 40GiB", "--ampipe-memory rebuild")
+    ],
+    "--cuda-graph-impl (7)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ],
@@ -232,6 +239,24 @@ def test_a_row_applies_to_the_parsed_value_of_its_flag(
         if not row.required:
             # With the value stands the flag that is in conflict with it.
             assert all(flag in str(error) for flag in conflicts_in(" ".join(words[len(ACCEPTED) + 1 :])))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--transformer-impl local --moe-grouped-gemm",
+        "--transformer-impl transformer_engine --moe-grouped-gemm --ampipe-schedule lancet",
+        "--transformer-impl transformer_engine --moe-grouped-gemm --ampipe-memory rebuild",
+        *(
+            f"{FP8.replace('blockwise', recipe)} --moe-grouped-gemm --micro-batch-size 64"
+            for recipe in ("blockwise", "mxfp8", "tensorwise")
+        ),
+    ],
+)
+def test_experts_that_run_over_fixed_rows(words: str, parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args([*ACCEPTED, "--ampipe-rows", "fixed", *shlex.split(words)])
+    prepare_arguments(args, requested(args))
+    refuse_unsupported(Settings(), Pipeline.of(4), args)
 
 
 def test_a_rule_states_one_reason_and_the_flag_in_conflict_stands_with_the_value() -> None:

@@ -129,6 +129,7 @@ def runs_with_fixed_rows() -> Iterator[Run]:
         "plain": block(local_experts=2, degree=3, model=model),
         "moe-only": block(local_experts=2, schedule="moe-only", degree=3, backward_degree=6, model=model),
         "lancet": block(local_experts=2, schedule="lancet", model=model),
+        "engine-lancet": block(local_experts=2, schedule="lancet", model=model, engine="experts"),
         "recomputed-stack": block(
             local_experts=2, layers="mdm", stack=0, recompute=math.inf, degree=3, model=LOSSES
         ),

@@ -7,10 +7,12 @@ import json
 import os
 import re
 import sys
+import types
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from packaging.version import Version
 
 from megatron_ampipe import compat
 from megatron_ampipe.tools import doctor_command, doctor_ranks
@@ -97,6 +99,20 @@ def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Pa
     (tmp_path / "megatron").symlink_to(megatron_of("0.18"))
     said = diagnose(tmp_path)
     assert re.search(rf"ok +Megatron: 0\.18\.\d+ from {re.escape(str(tmp_path))}/megatron\n", said)
+
+
+def test_where_transformer_engine_runs_over_fixed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "found_version", {"transformer-engine": Version("2.18.0")}.get)
+    library = types.SimpleNamespace(get_cublasLt_version=lambda: 130400)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", library)
+    monkeypatch.delenv(compat.GROUPED_LINEAR_SWITCH, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
+    assert doctor_command.describe_engine() == "2.18.0; --ampipe-rows fixed in bf16, mxfp8, tensorwise"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    assert "no --ampipe-rows fixed: Transformer Engine takes" in doctor_command.describe_engine()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert doctor_command.describe_engine() == "2.18.0; --ampipe-rows fixed: there is no CUDA device"
 
 
 def test_variables() -> None:

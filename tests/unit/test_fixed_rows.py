@@ -1,12 +1,16 @@
 """Budgets of ``--ampipe-rows fixed``: how they are learned, and what a repeated step restores."""
 
 import dataclasses
+import os
+import sys
 import types
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe import compat
 from megatron_ampipe.exchange.fixed_rows import FixedRows, budget_of
@@ -189,6 +193,31 @@ def test_budgets_are_learned_after_the_warm_up_and_grow_with_a_repeated_step() -
     assert not step.rows.is_active
 
 
+def test_every_number_of_chunks_learns_its_budgets_from_steps_of_its_own() -> None:
+    """As ``--ampipe-degree auto`` tries them. What a window did not run keeps its budgets."""
+    step = Step(margin=1.0)
+    first, later = step.chunk, step.rows.new_chunk(0)
+    for _ in range(WARM_UP):
+        step.run(100)
+    step.chunk = later
+    step.run(50)
+    assert first.budget is not None and later.budget is None, "after its second step"
+    step.run(60)
+    assert later.budget == budget_of([[60]], margin=1.0) and first.version == later.version == 1
+    assert (step.rows.num_steps, step.rows.num_repeated) == (2, 0)
+    # A repeat of another chunk's step teaches it nothing.
+    third = step.chunk = step.rows.new_chunk(0)
+    step.run(70)
+    step.chunk = later
+    step.run(1000)
+    assert step.rows.num_repeated == 1 and third.budget is None
+    step.chunk = first
+    for _ in range(2 * WINDOW):
+        step.run(100)
+    assert step.rows.num_repeated == 1 and first.budget == budget_of([[100]], margin=1.0)
+    assert later.budget is not None and later.budget.rows[0][0] >= 1000
+
+
 def test_a_budget_becomes_smaller_only_after_a_window() -> None:
     step = Step(margin=1.0)
     for _ in range(WINDOW - 1):
@@ -210,3 +239,99 @@ def test_repeats_soon_after_each_other_widen_the_margin() -> None:
     assert step.budget == first
     step.run(first + 1)
     assert step.budget == budget_of([[first + 1]], margin=1.5).rows[0][0]
+
+
+def test_experts_whose_products_read_sizes_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+
+    from megatron_ampipe.errors import BadInput
+    from megatron_ampipe.layers import fixed_experts, grouped_experts
+
+    grouped = TEGroupedMLP.__new__(TEGroupedMLP)
+    torch.nn.Module.__init__(grouped)
+    grouped.config = types.SimpleNamespace(fp8=None)
+    local = SequentialMLP.__new__(SequentialMLP)
+    torch.nn.Module.__init__(local)
+    local.linear_fc1, local.linear_fc2 = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    grouped_experts.require_fixed_experts(grouped)
+    with pytest.raises(BadInput, match="the products of SequentialMLP take numbers of rows from the host"):
+        grouped_experts.require_fixed_experts(local)
+    monkeypatch.setattr(fixed_experts, "LOCAL_LINEARS", (torch.nn.Linear,))
+    grouped_experts.require_fixed_experts(local)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    grouped_experts.require_fixed_experts(local)
+    with pytest.raises(BadInput, match=r"Transformer Engine before 2\.17 reads .* on the host, and none is"):
+        grouped_experts.require_fixed_experts(grouped)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
+    with pytest.raises(BadInput, match=r"capability 9 and 10, and this one has 8\.6"):
+        grouped_experts.require_fixed_experts(local)
+
+
+def test_where_transformer_engine_takes_numbers_of_rows_from_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In its release, on which GPU, and with which library: by precision."""
+    library = types.SimpleNamespace(get_cublasLt_version=lambda: 130600)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", library)
+    monkeypatch.delenv(compat.GROUPED_LINEAR_SWITCH, raising=False)
+    releases = {"transformer-engine": Version("2.18.0")}
+    monkeypatch.setattr(compat, "found_version", releases.get)
+
+    def runs(*capabilities: tuple[int, int]) -> dict[tuple[int, int], list[str | None]]:
+        recipes = (None, "tensorwise", "blockwise", "mxfp8")
+        return {
+            at: [recipe for recipe in recipes if compat.grouped_linear_problem(recipe, at) is None]
+            for at in capabilities
+        }
+
+    hopper, blackwell = (9, 0), (10, 3)
+    assert runs((8, 9), hopper, blackwell, (12, 0)) == {
+        (8, 9): [],
+        hopper: [None, "tensorwise", "blockwise"],
+        blackwell: [None, "tensorwise", "mxfp8"],
+        (12, 0): [],
+    }
+    library.get_cublasLt_version = lambda: 130400
+    assert runs(hopper, blackwell) == {hopper: [None], blackwell: [None, "tensorwise", "mxfp8"]}
+    library.get_cublasLt_version = lambda: 130300
+    assert runs(hopper, blackwell) == {hopper: [], blackwell: [None, "tensorwise", "mxfp8"]}
+    library.get_cublasLt_version = lambda: 130600
+    releases["transformer-engine"] = Version("2.17.1")
+    assert runs(hopper, blackwell) == {hopper: [None], blackwell: [None, "mxfp8"]}
+    assert str(compat.grouped_linear_problem("blockwise", hopper)).endswith("and 2.17.1 is installed")
+    monkeypatch.setenv(compat.GROUPED_LINEAR_SWITCH, "0")
+    assert str(compat.grouped_linear_problem(None, hopper)).startswith("with NVTE_GROUPED_LINEAR_USE")
+    with compat.rows_from_device():
+        assert compat.grouped_linear_problem(None, hopper) is None
+    assert os.environ[compat.GROUPED_LINEAR_SWITCH] == "0"
+
+
+class Added(TorchDispatchMode):
+    """Records in which precision rows are added to sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "index_add" in str(operator):
+            self.dtypes.append(args[0].dtype)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_gradients_of_biases_of_16_bits_are_summed_in_32() -> None:
+    """On a GPU, where 256 and 1 are 256 in bf16: here torch's function adds in fp32 anyway."""
+    pytest.importorskip("megatron.core")
+    from megatron_ampipe.layers.fixed_experts import biases_of_rows
+
+    biases = [torch.zeros(3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    rows = biases_of_rows(biases, torch.tensor([1000, 3000], dtype=torch.int32), 3100)
+    assert rows.dtype == torch.bfloat16
+    gradient = torch.ones_like(rows)
+    gradient[3000:] = float("nan")
+    with Added() as added:
+        found = torch.autograd.grad(rows, biases, gradient)
+    assert added.dtypes == [torch.float32]
+    assert [one.tolist() for one in found] == [[1000.0] * 3, [2000.0] * 3]

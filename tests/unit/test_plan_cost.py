@@ -1,27 +1,34 @@
 """The cost model: values computed by hand, and how times depend on sizes."""
 
 import dataclasses
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.block import chunk_rows, even_rows
+from megatron_ampipe.plan.block import Block, chunk_rows, even_rows
+from megatron_ampipe.plan.cluster import Cluster, Overhead
+from megatron_ampipe.plan.host_times import with_host_times
 from megatron_ampipe.plan.kept import equation_10
-from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes
-from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes, Pair, expert_products
+from megatron_ampipe.plan.predict import GRAPH_LAUNCH_US, GRAPHED_SHARE, Predictor
 from megatron_ampipe.plan.stage_costs import COSTS, FACTS
 from megatron_ampipe.schedule import (
     ALL_KINDS,
     WEIGHTS,
+    Direction,
     Exchange,
+    Pipeline,
     SequenceLayout,
     Stage,
+    StageKind,
     build,
     chunk_sequence,
     even_chunks,
     kinds,
 )
-from tests.plan_cases import cluster, sized_block, with_copies, without_device
+from tests.plan_cases import NONE, cluster, sized_block, with_copies, without_device
 
 
 def test_every_kind_has_a_cost() -> None:
@@ -180,3 +187,112 @@ def test_collectives_that_begin_during_a_computation_are_delayed() -> None:
     )
     # The counts of the first chunk begin with the projections of the second.
     assert very_late["counts.0"] == pytest.approx(at_once["counts.0"] + at_once["qkv.1"])
+
+
+def fixed(**changes: Any) -> Block:
+    """A block of local layers with fixed rows, four experts on each rank."""
+    return sized_block(**({"experts": 32, "rows_margin": 1.25, "local": True} | changes))
+
+
+def test_fixed_rows_send_and_copy_their_padding_and_multiply_what_is_counted() -> None:
+    block, source = fixed(), cluster()
+    exact = dataclasses.replace(block, rows_margin=None, grouped=True)
+    (rows, *_) = chunk_rows(block, even_chunks(8192, 4))
+    # 2048 tokens to two experts each: 512 for each of 8 ranks, on average.
+    assert block.received(2048) == 4096 and block.arriving(2048) == 8 * 795
+    times, others = (OperationTimes(one, source, one.features) for one in (block, exact))
+    assert times.sent(rows) == times.padded(rows) == 6360 and others.sent(rows) == others.padded(rows) == 4096
+    assert expert_products(block, 2048)[0]._replace(unfused=0) == expert_products(exact, 2048)[0]
+    sent, before = (
+        Predictor(one, source).stages((2048,) * 4)[Stage(kinds.DISPATCH, 0)] for one in (block, exact)
+    )
+    figure = source.collective("all_to_all", across_nodes=False)
+    row_bytes = 2 * 1024 + 4
+    assert sent.forward == pytest.approx(
+        figure.alpha_us + 7 / 8 * 6360 * row_bytes * 1e-6 * figure.beta_us_per_mb
+    )
+    assert sent.forward - figure.alpha_us == pytest.approx(6360 / 4096 * (before.forward - figure.alpha_us))
+    # Two chunks in one transfer have the budget of each, which is more than that of all their rows.
+    together = Predictor(block, source).stages((2048,) * 4, parts=2)[Stage(kinds.DISPATCH, 0)]
+    assert together.forward - figure.alpha_us == pytest.approx(2 * (sent.forward - figure.alpha_us))
+    assert block.arriving(4096) < 2 * block.arriving(2048)
+    # The experts of a rank that shares them: the same with both ranks' rows.
+    shared = fixed(expert_tensor=2, tensor=2, sequence_length=16384)
+    assert OperationTimes(shared, source, shared.features).padded(rows) == 2 * 6360
+
+
+def test_fixed_rows_sort_and_select_rows_on_the_device() -> None:
+    """Each costs something, in proportion to the rows; weights are copied once in a pass of all chunks."""
+    source = cluster()
+    exact = dataclasses.replace(fixed(), rows_margin=None, grouped=True)
+
+    def extra(block: Block, kind: StageKind, degree: int) -> Pair:
+        """What a chunk's stage takes longer than with exact rows of the same number."""
+        with mock.patch.object(OperationTimes, "padded", lambda self, rows: self.block.received(rows.hidden)):
+            lengths = even_chunks(block.rows, degree)
+            now, before = (Predictor(one, source).stages(lengths)[Stage(kind, 0)] for one in (block, exact))
+        return Pair(now.forward - before.forward, now.backward - before.backward)
+
+    for kind in (kinds.ROUTE, kinds.MERGE, kinds.EXPERT):
+        assert min(extra(fixed(), kind, 2)) > 0
+        assert extra(fixed(), kind, 2).forward > extra(fixed(), kind, 4).forward
+    # Transformer Engine's products take the weights where they are, and add gradients to what is there.
+    local, engine = (extra(fixed(local=local), kinds.EXPERT, 4) for local in (True, False))
+    weights_mb = 1e-6 * 4 * 2 * 1024 * 4096
+    memory = source.compute.memory
+    copied_us = (memory.alpha_us + 2 * 2 * weights_mb * memory.beta_us_per_mb) / 4
+    assert local.forward - engine.forward == pytest.approx(copied_us)
+    sums_us = 2 * memory.alpha_us + 10 * weights_mb * memory.beta_us_per_mb
+    assert local.backward - engine.backward == pytest.approx(copied_us + sums_us)
+
+
+def test_the_host_does_not_wait_for_the_counts_of_fixed_rows() -> None:
+    """If these take long, it issues other stages meanwhile, and has issued all when they arrive."""
+    source = cluster("dgx-h100")
+    assert source.intra is not None
+    late = dataclasses.replace(source.intra["all_gather"], alpha_us=5000.0)
+    source = dataclasses.replace(source, intra={**source.intra, "all_gather": late})
+    # Without padding and index arithmetic, so that nothing else differs.
+    exact, block = sized_block(), sized_block(rows_margin=1.25)
+    schedule = build("ampipe", degree=2, features=block.features)
+    ends = []
+    for one in (exact, block):
+        timed = Predictor(one, source).timed(schedule, (4096, 4096), Direction.FORWARD)
+        assert timed.host_waits == (one is exact)
+        same = Predictor(exact, source).timed(schedule, (4096, 4096), Direction.FORWARD)
+        ends.append(dataclasses.replace(same, host_waits=timed.host_waits).end_us)
+    issue_us = source.host.issue.forward_us
+    assert ends[0] > ends[1] + issue_us
+    # Both wait on the device.
+    assert ends[1] > 5000
+
+
+def test_the_graph_of_a_pass_is_one_launch_whatever_the_host_needs_for_a_stage() -> None:
+    source, block = cluster("dgx-h100"), fixed(captures_passes=True, sequence_length=4096)
+    alone = dataclasses.replace(block, captures_passes=False)
+    host = dataclasses.replace(source.host, graph=Overhead(forward_us=7, backward_us=9, **NONE))
+    fast, slow, free = (
+        with_host_times(dataclasses.replace(source, host=host), factor) for factor in (1.0, 50.0, 1e-6)
+    )
+
+    def times(one: Block, machine: Cluster, num_layers: int = 2) -> Pair:
+        predictor = Predictor(one, machine, num_layers=num_layers)
+        schedule = Pipeline.of(4).schedule_of(predictor.layers)
+        assert predictor.least_us(schedule, (1024,) * 4) <= predictor.pass_us(schedule, (1024,) * 4).total
+        return predictor.pass_us(schedule, (1024,) * 4)
+
+    # The device's time, of which a launch is not a part.
+    of_device = times(alone, free)
+    launched = times(block, fast)
+    for way in Direction:
+        assert launched.of(way) == pytest.approx(of_device.of(way) + GRAPH_LAUNCH_US, rel=1e-3)
+        # What the host does meanwhile counts once it takes longer.
+        calls_us = 2 * source.host.block.of(way) + GRAPH_LAUNCH_US
+        in_graph_us = 2 * 50 * host.graph.of(way) if host.graph else 0.0
+        assert times(block, slow).of(way) == pytest.approx(max(launched.of(way), calls_us + in_graph_us))
+        assert times(alone, slow).of(way) > 5 * launched.of(way)
+    # Without a figure, it is a share of the time to issue Megatron's layers.
+    slowest = with_host_times(source, 1000.0)
+    stock_us = Predictor(alone, slowest, num_layers=2).stock()
+    assert times(block, slowest).total == pytest.approx(GRAPHED_SHARE * stock_us.total, rel=1e-3)
+    assert Predictor(block, slowest, num_layers=2).stock() == stock_us, "Megatron's layers have no graphs"

@@ -40,6 +40,8 @@ def file(tmp_path: Path) -> Path:
         ({"batch": 2}, "--micro-batch-size", False),
         ({"dtype": "fp32"}, "precision", False),
         ({"recomputes": True}, "full recompute", False),
+        ({"rows_margin": 1.25}, "--ampipe-rows-margin", False),
+        ({"captures_passes": True}, "CUDA graphs of whole passes", False),
         ({"ranks_per_node": 2}, "ranks per node", False),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -122,6 +122,10 @@ BLOCKS = {
     "all-gather, capacity": sized_block(dispatcher="allgather", expert=4, capacity=1.25),
     "latent, shared": sized_block(latent=True, shared_ffn=2048, losses=True),
     "short": sized_block(sequence_length=5),
+    # Padding grows slower than chunks.
+    "fixed rows, whole passes": sized_block(
+        experts=16, sequence_length=4096, rows_margin=1.25, captures_passes=True, local=True
+    ),
 }
 
 

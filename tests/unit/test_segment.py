@@ -1,7 +1,9 @@
 """Segments: what they compute again, and sums of the chunks' gradients."""
 
 import gc
+import operator
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ampipe.runtime.saved_tensors import DroppedOutput, not_saving
-from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment, WeightProducts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -51,6 +53,17 @@ def test_a_gradient_is_released_after_its_first_use(recompute: bool) -> None:
     (found,) = segment.backward(gradients, parameters=[], sums=GradientSums(BlockParameters([], [])))
     assert alive == [False] and gradients == []
     assert torch.equal(found, torch.full((4, 3), 6.0))
+
+
+def test_the_tensors_of_delayed_products_are_found() -> None:
+    """Also in objects that Transformer Engine gives in place of tensors: streams may share their memory."""
+    products, tensors = WeightProducts(), [torch.zeros(1) for _ in range(5)]
+    quantized = SimpleNamespace(data=tensors[2], scale=tensors[3], tile=128)
+    grouped = SimpleNamespace(data=tensors[4], scale=None)
+    delayed: Any = [tensors[0], [tensors[1], quantized], grouped, None]
+    products.delay([], lambda _: [], delayed)
+    assert all(map(operator.is_, products.tensors, tensors))
+    assert len(products.tensors) == len(tensors)
 
 
 def project(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

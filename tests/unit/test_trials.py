@@ -1,9 +1,13 @@
 """The pipelines that the trials choose, for which sizes of input, and which choice becomes a plan file."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_ampipe.launch import auto
 from megatron_ampipe.launch.trials import (
     DROPPED_FACTOR,
     ROUNDS,
@@ -18,13 +22,13 @@ Cost = Callable[[Pipeline], tuple[float, float]]
 ROWS, RANKS = Exchange.ROWS, Exchange.RANKS
 
 
-def settle(pipelines: Sequence[Pipeline], cost: Cost) -> tuple[Trials, list[Pipeline]]:
+def settle(pipelines: Sequence[Pipeline], cost: Cost, *, warm_up: int = 1) -> tuple[Trials, list[Pipeline]]:
     """Run iterations until the trials have ended; returns the pipelines that ran."""
-    trials, ran = Trials(pipelines), []
+    trials, ran = Trials(pipelines, warm_up=warm_up), []
     while trials.choice is None:
         ran.append(trials.pipeline)
         trials.add_times(*cost(trials.pipeline))
-        assert len(ran) < most_iterations(len(pipelines)), "never settles"
+        assert len(ran) < most_iterations(len(pipelines), warm_up=warm_up), "never settles"
     assert trials.pipeline == trials.choice.pipeline
     return trials, ran
 
@@ -107,6 +111,53 @@ def test_clearly_slower_degrees_and_the_first_iteration_count_little() -> None:
         return (1000.0, 1000.0) if is_first and pipeline.degree == 2 else (10.0 / pipeline.degree, 1.0)
 
     assert settle([Pipeline.of(1), Pipeline.of(2)], cost)[0].pipeline.degree == 2
+
+
+def test_what_a_pipeline_learns_first_is_not_timed() -> None:
+    seen: Counter[Pipeline] = Counter()
+
+    def cost(pipeline: Pipeline) -> tuple[float, float]:
+        seen[pipeline] += 1
+        return (1000.0, 1000.0) if seen[pipeline] <= 3 else (10.0 / pipeline.degree, 10.0)
+
+    trials, ran = settle([Pipeline.of(1), Pipeline.of(2), Pipeline.of(4)], cost, warm_up=3)
+    assert [pipeline.degree for pipeline in ran[:9]] == [1] * 3 + [2] * 3 + [4] * 3
+    assert trials.choice is not None and "spent 0.0 ms" in trials.choice.reason
+    assert trials.pipeline.degree == 4
+
+
+def test_a_repeated_step_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times are those of two runs, of which the second has exact rows."""
+    passes: Any = SimpleNamespace(measuring=False, shape=(64, 1), restart=lambda: None)
+    recorder = SimpleNamespace(passes=passes)
+    context: Any = SimpleNamespace(recorder=recorder, pipeline=Pipeline.of(1), given=Pipeline.of(1))
+    monkeypatch.setattr(auto, "_largest_over_ranks", lambda numbers: numbers)
+    hook, ran, degrees_timed = auto.AutoDegree(context, planner=None), [], []
+    monkeypatch.setattr(Trials, "add_times", _noting(Trials.add_times, degrees_timed))
+    for number in range(60):
+        hook.before_step()
+        ran.append(context.pipeline.degree)
+        is_repeated = number % 3 == 2
+        if is_repeated:
+            hook.before_repeat()
+        passes.sum_us = lambda _: 1e9 if is_repeated else 1e3 / context.pipeline.degree  # noqa: B023
+        hook.after_step()
+        if is_repeated and hook._trials is not None:
+            assert hook._next.pipeline.degree == ran[-1], "the same again"
+    assert degrees_timed[:4] == [1, 2, 4, 8] and ran[-1] == 8
+    assert max(sum(times) for times in _timed_us) < 1e9
+
+
+_timed_us: list[tuple[float, float]] = []
+
+
+def _noting(add_times: Callable[..., None], degrees: list[int]) -> Callable[..., None]:
+    def add(trials: Trials, forward_us: float, backward_us: float) -> None:
+        degrees.append(trials.pipeline.degree)
+        _timed_us.append((forward_us, backward_us))
+        add_times(trials, forward_us, backward_us)
+
+    return add
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from megatron_ampipe.schedule import Exchange
 
 _NOT_WITH_FIXED_ROWS = (
     "--ampipe-condense",
-    # Predictions of memory do not know the padding.
-    "--ampipe-memory-budget",
     "--use-megatron-fsdp",
     # Zeroing gradients for the repeat would zero the parameters that a gather reads.
     "--reuse-grad-buf-for-mxfp8-param-ag",
@@ -43,10 +41,13 @@ def _other_exchange(args: Arguments) -> str | None:
     return None if args.ampipe_exchange in (None, Exchange.ROWS) else "--ampipe-exchange"
 
 
-def _other_experts(args: Arguments) -> str | None:
-    """The flag with which experts are not Megatron's local ones, or quantize their rows."""
-    flag = first_set(args, "--moe-grouped-gemm", "--fp8-format", "--fp4-format")
-    return flag or (None if args.transformer_impl in (None, "local") else "--transformer-impl")
+def _single_products(args: Arguments) -> str | None:
+    """The flag with which each expert is a product of its own size, which the host must know."""
+    if args.transformer_impl in (None, "local"):
+        # Grouped products of torch run in place of Megatron's local experts.
+        return None
+    is_grouped = args.transformer_impl == "transformer_engine" and args.moe_grouped_gemm
+    return None if is_grouped else "--transformer-impl"
 
 
 def _not_with_fixed_rows(args: Arguments) -> str | None:
@@ -69,9 +70,29 @@ FIXED_ROWS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-rows",
-        "only the products of Megatron's local experts can take their numbers of rows from the device",
-        "Leave it out, or use --transformer-impl local without the flag that is named with it.",
-        lambda args: _has_fixed_rows(args) and named_with(args, "--ampipe-rows", _other_experts(args)),
+        "of these layers, only grouped experts of Transformer Engine take numbers of rows from the device",
+        "Use --transformer-impl transformer_engine --moe-grouped-gemm, or --transformer-impl local.",
+        lambda args: _has_fixed_rows(args) and named_with(args, "--ampipe-rows", _single_products(args)),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "operators of Transformer Engine's op fuser take the place of the experts' linear layers, and were "
+        "not compared with exact rows",
+        "Leave out --ampipe-rows, or --use-transformer-engine-op-fuser.",
+        lambda args: (
+            _has_fixed_rows(args)
+            and named_with(args, "--ampipe-rows", first_set(args, "--use-transformer-engine-op-fuser"))
+        ),
+    ),
+    Refusal(
+        "--ampipe-rows",
+        "HybridEP fills up the rows of an expert to other multiples than FP8 needs with fixed rows",
+        "Leave out --ampipe-rows, or use --moe-token-dispatcher-type alltoall.",
+        lambda args: (
+            _has_fixed_rows(args)
+            and uses_hybridep(args)
+            and named_with(args, "--ampipe-rows", first_set(args, "--fp8-format"))
+        ),
     ),
     Refusal(
         "--ampipe-rows",

@@ -13,7 +13,6 @@ from megatron_ampipe.schedule.features import balances, has_capacity
 _GRAPHS = "--cuda-graph-impl"
 _CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
 _NOT_WITH_WHOLE_PASSES = (
-    *_CHOOSING, "--ampipe-memory", "--fine-grained-activation-offloading",
     "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--fp8-format", "--use-megatron-fsdp",
     "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
     "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
@@ -42,7 +41,8 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
         return None
     forbidden = {
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
-        "--ampipe-degree auto": args.ampipe_degree == AUTO,
+        # Trials would have to capture the passes of every degree before they time them.
+        "--ampipe-degree auto": args.ampipe_degree == AUTO and args.ampipe_cluster is None,
         "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
         # A replay runs no hook, with which the routing is recorded.
         "--ampipe-routing-dir": first_set(args, "--ampipe-routing-dir") is not None,
@@ -52,6 +52,15 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
     }
     conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
     return None if conflict is None else f"{args.cuda_graph_impl} with {conflict}"
+
+
+def _restores_in_stages(args: Arguments) -> str | None:
+    """The flag with which whole passes would have strategies of memory."""
+    if not captures_passes(args):
+        return None
+    strategy = "--ampipe-memory" if args.ampipe_memory not in (None, KEEP) else None
+    others = first_set(args, "--ampipe-memory-budget", "--fine-grained-activation-offloading")
+    return named_with(args, _GRAPHS, others, strategy)
 
 
 def _places_reductions(args: Arguments) -> str | None:
@@ -107,6 +116,13 @@ GRAPHS: tuple[Refusal, ...] = (
         "draws no random numbers, and does not know which micro-batch reduces gradients",
         "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
         _cannot_capture_passes,
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        "whole passes are captured with all activations, which no stage restores yet",
+        "Use --recompute-granularity, which is captured, without the flag that is named with it; or "
+        "--cuda-graph-impl none.",
+        _restores_in_stages,
     ),
     Refusal(
         "--cuda-graph-impl",
