@@ -162,6 +162,11 @@ class Block:
         """
         if self.rows_margin is None:
             return self.received(rows)
+        if self.flex:
+            # One budget for the rows that a rank gets from all ranks.
+            even = rows * self.batch * self.topk * self.load
+            largest = largest_count(even, share=1 / self.expert)
+            return rows_of_budget(largest, margin=self.rows_margin) * self.expert_tensor
         return self.expert * self._budget(rows, load=self.load) * self.expert_tensor
 
     def sent(self, rows: float) -> float:

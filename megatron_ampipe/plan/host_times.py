@@ -7,15 +7,16 @@ assumed time show from where on another plan is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
 from megatron_ampipe.plan.cluster import Cluster, IssuedKind, Overhead
 from megatron_ampipe.plan.planner import PlanOptions, make_plans
 from megatron_ampipe.plan.predict import GRAPH_LAUNCH_US, Predictor
-from megatron_ampipe.plan.search import DEGREES
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.plan.search import DEGREES, MINIMUM_SAVING
+from megatron_ampipe.plan.whole_passes import WholePasses
+from megatron_ampipe.schedule import Exchange, Pipeline
 
 FACTORS = (1.0, 2.0, 4.0, 8.0)
 """Multiples of the assumed time. An H200's host took four to five times what the cluster files assume."""
@@ -61,7 +62,13 @@ def with_graphs(cluster: Cluster) -> Cluster:
     return replace(cluster, host=replace(cluster.host, issue_of=issue_of))
 
 
-def by_host_time(predictor: Predictor, chosen: Pipeline, **options: Unpack[PlanOptions]) -> list[HostRow]:
+def by_host_time(
+    predictor: Predictor,
+    chosen: Pipeline,
+    *,
+    further: Sequence[WholePasses] = (),
+    **options: Unpack[PlanOptions],
+) -> list[HostRow]:
     """The plans for the assumed host and for slower ones, each with the time from which on it is chosen.
 
     Compared are equal chunks in named orders, with the exchange of the chosen plan, so the first row can be
@@ -70,6 +77,7 @@ def by_host_time(predictor: Predictor, chosen: Pipeline, **options: Unpack[PlanO
     Args:
         predictor: The predictor of all layers of a pipeline stage.
         chosen: The plan for the assumed host.
+        further: The same layers with further flags, which are chosen where they are clearly faster.
         options: The options of :func:`~.planner.make_plans`; of the degrees, those up to four are compared.
     """
     if not predictor.cluster.host.issue.forward_us:
@@ -83,7 +91,7 @@ def by_host_time(predictor: Predictor, chosen: Pipeline, **options: Unpack[PlanO
 
     def row(factor: float) -> HostRow:
         if factor not in rows:
-            rows[factor] = _row(predictor, factor, options)
+            rows[factor] = _row(predictor, further, factor, options)
         return rows[factor]
 
     return list(_changes(row))
@@ -106,11 +114,22 @@ def _changes(row: Callable[[float], HostRow]) -> Iterator[HostRow]:
         below = factor
 
 
-def _row(predictor: Predictor, factor: float, options: PlanOptions) -> HostRow:
-    slower = predictor.on(with_host_times(predictor.cluster, factor))
-    plan = make_plans(slower, **options).chosen
-    issue = slower.cluster.host.issue
-    return HostRow(issue.forward_us, issue.backward_us, in_words(plan.pipeline), plan.predicted_speedup)
+def _row(
+    predictor: Predictor, further: Sequence[WholePasses], factor: float, options: PlanOptions
+) -> HostRow:
+    cluster = with_host_times(predictor.cluster, factor)
+    slower = predictor.on(cluster)
+    plans = make_plans(slower, **options)
+    choice, speedup = in_words(plans.chosen.pipeline), plans.chosen.predicted_speedup
+    step_ms, stock_ms = plans.step_ms, slower.stock().total / 1e3
+    of_rows: PlanOptions = {**options, "exchanges": (Exchange.ROWS,)}
+    for whole in further:
+        other = make_plans(whole.predictor.on(cluster), **of_rows)
+        if other.chosen.helps and other.step_ms < step_ms * (1 - MINIMUM_SAVING):
+            step_ms = other.step_ms
+            choice, speedup = f"{in_words(other.chosen.pipeline)}, {whole.name}", stock_ms / step_ms
+    issue = cluster.host.issue
+    return HostRow(issue.forward_us, issue.backward_us, choice, speedup)
 
 
 def in_words(pipeline: Pipeline) -> str:

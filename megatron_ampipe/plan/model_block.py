@@ -241,6 +241,9 @@ def _check(model: ModelFile, block: Block, ranks: int | None) -> None:
         model.refuse("transformer-impl", "has no FP8", "Use transformer_engine, or leave fp8-format out.")
     if model.flags.dispatcher not in ("alltoall", "allgather", *FLEX_BACKENDS):
         model.refuse("moe-flex-dispatcher-backend", "cannot run in chunks", "Use deepep or hybridep.")
+    if block.rows_margin is not None and block.dispatcher not in ("alltoall", "hybridep"):
+        remedy = "Use alltoall, or flex with hybridep, or leave 'rows: fixed' out."
+        model.refuse("moe-token-dispatcher-type", "cannot send fixed rows", remedy)
     if block.topk > experts:
         model.refuse("moe-router-topk", f"is above num-experts {experts}")
     busiest = block.expert * min(1.0, block.local_experts / block.topk)

@@ -207,7 +207,7 @@ def permute(times: OperationTimes, work: Work) -> Pair:
 def route(times: OperationTimes, work: Work) -> Pair:
     """The router, unless it is a separate stage, and the permutation."""
     moved = permute(times, work)
-    if times.has_fixed_rows:
+    if times.has_fixed_rows and not times.block.flex:
         moved += _sort_tokens(times, work)
     return moved if times.block.chooses else choose(times, work) + moved
 
@@ -304,7 +304,7 @@ def scatter(times: OperationTimes, work: Work) -> Pair:
 def arrange(times: OperationTimes, work: Work) -> Pair:
     """Rows sorted by expert, or copied for the experts; or the inverse, which adds copies."""
     sizes = times.block
-    if times.has_fixed_rows:
+    if times.has_fixed_rows and not sizes.flex:
         # Padding goes after the rows of all experts, also of one.
         return times.move(times.padded(work.rows))
     # HybridEP's exchange sorts them.
@@ -344,7 +344,7 @@ def expert(times: OperationTimes, work: Work) -> Pair:
     last = times.products(down, chunked=work.chunked)
     total = until_activation(times, work) + last + arrange(times, work)
     if times.has_fixed_rows:
-        total += _sort_rows(times, work)
+        total += ZERO if times.block.flex else _sort_rows(times, work)
         total += _stack_weights(times, work) if times.block.local else ZERO
     return total
 

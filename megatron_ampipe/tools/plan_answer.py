@@ -14,7 +14,7 @@ from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import Operation
 from megatron_ampipe.plan.gradients import PLACED, STOCK, plan_gradients
-from megatron_ampipe.plan.host_times import FACTORS, HostRow
+from megatron_ampipe.plan.host_times import FACTORS, HostRow, in_words, with_graphs
 from megatron_ampipe.plan.kept import equation_10_us
 from megatron_ampipe.plan.partners import timeline as partner_timeline
 from megatron_ampipe.plan.plan_file import Plan
@@ -22,6 +22,7 @@ from megatron_ampipe.plan.planner import GROUPED, Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.rank_memory import RankMemory
 from megatron_ampipe.plan.search import MINIMUM_SAVING, candidates, in_one_chunk, named
+from megatron_ampipe.plan.whole_passes import Gain, WholePasses
 from megatron_ampipe.schedule import (
     KEEP,
     MEGATRON,
@@ -97,6 +98,40 @@ def _choice(predictor: Predictor, plans: Plans) -> Report:
         "helps": plan.helps,
         "reason": plan.reason,
     }
+
+
+def whole_passes_of(predictor: Predictor, gains: Sequence[tuple[WholePasses, Gain]]) -> Report:
+    """What graphs of whole passes would gain, next to Megatron's layers with graphs of some modules."""
+    if not gains:
+        return {"whole_passes": None}
+    stock_us = predictor.stock().total
+    graphed_us = predictor.on(with_graphs(predictor.cluster)).stock().total
+    ways = [
+        {
+            "name": whole.name,
+            "flags": [*gain.pipeline.flags, *whole.flags],
+            "way": in_words(gain.pipeline),
+            "predicted_ms": gain.time_us / 1e3,
+            "speedup": stock_us / gain.time_us,
+            "padding": gain.padding,
+        }
+        for whole, gain in gains
+    ]
+    return {"whole_passes": {"stock_with_graphs": stock_us / graphed_us, "ways": ways}}
+
+
+def _sentences_on_whole_passes(whole: ReportView) -> Iterator[str]:
+    """The flags for graphs of whole passes, and what they are predicted to gain."""
+    for way in whole["ways"]:
+        how = f"{way['way']}, {way['padding']:.2f} times the rows with padding"
+        yield (
+            f"with CUDA graphs of whole passes ({' '.join(way['flags'])}): predicted "
+            f"{way['speedup']:.2f} times as fast as Megatron's layers ({how})"
+        )
+    yield (
+        f"    Megatron's layers with graphs of attention and routing: {whole['stock_with_graphs']:.2f}. "
+        "Unmeasured on a GPU; a launch needs compute capability 9 or 10, and no dropout"
+    )
 
 
 def host_of(predictor: Predictor, rows: Sequence[HostRow]) -> Report:
@@ -301,6 +336,9 @@ def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
 
 def _gradients_or_why_not(predictor: Predictor, plan: Plan, assumed: list[str]) -> Report | None:
     """:func:`_gradients`; if they cannot be predicted, None, and ``assumed`` says why."""
+    if predictor.block.captures_passes:
+        assumed.append("reductions of gradients are not predicted: they begin after the graph of a stack")
+        return None
     try:
         return _gradients(predictor, plan)
     except BadInput as error:
@@ -358,6 +396,8 @@ def _sentences(answer: ReportView, plan: Plan) -> Iterator[str]:
         yield "choice: degree 1, Megatron's own layers"
     if answer["host"] is not None:
         yield from _host_sentences(answer["host"])
+    if answer["whole_passes"] is not None:
+        yield from _sentences_on_whole_passes(answer["whole_passes"])
     yield from _faster_with(answer["dispatchers"])
     yield answer["reason"]
     if answer["hidden_by"] is not None:

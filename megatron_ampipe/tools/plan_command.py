@@ -43,6 +43,7 @@ from megatron_ampipe.plan.rank_memory import memory_by_stage
 from megatron_ampipe.plan.recorded_routing import with_routing
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.plan.sensitivity import over_host_time, over_link_rate
+from megatron_ampipe.plan.whole_passes import Gain, WholePasses, fastest_way, with_whole_passes
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
@@ -54,7 +55,7 @@ from megatron_ampipe.schedule import (
     parse_stack,
 )
 from megatron_ampipe.tools import pictures, plan_picture, plan_recipe, progress
-from megatron_ampipe.tools.plan_answer import answer_of, host_of, show, timeline_of
+from megatron_ampipe.tools.plan_answer import answer_of, host_of, show, timeline_of, whole_passes_of
 
 _QUIET_SECONDS = 3.0
 """How long a search without a terminal prints nothing."""
@@ -166,6 +167,8 @@ class _Found(NamedTuple):
     plans: Plans
     alternatives: dict[str, Plans]
     """The plans with other flags of Megatron."""
+    whole_passes: list[tuple[WholePasses, Gain]]
+    """The layers with graphs of whole passes, and how they run fastest."""
     by_host: list[HostRow]
 
 
@@ -196,6 +199,7 @@ def run(arguments: argparse.Namespace) -> int:
     assumed = [*question.assumed, *_assumed_of_partners(plan, question.layers, arguments)]
     answer = answer_of(predictor, found.plans, found.alternatives, memory, arguments, assumed)
     answer |= host_of(predictor, found.by_host)
+    answer |= whole_passes_of(question.predictor, found.whole_passes)
     answer |= plan_recipe.domain_of(predictor)
     if recipe is not None and judgement is not None:
         flags = answer["flags"] or []
@@ -322,15 +326,21 @@ def _search(question: _Question, arguments: argparse.Namespace) -> _Found:
         others = {}
         if arguments.exchange == AUTO:
             others = alternatives(predictor, **options)
+        further = with_whole_passes(predictor, other_dispatcher=arguments.exchange == AUTO)
+        whole_passes = []
+        for whole in further:
+            tell(whole.name)
+            whole_passes.append((whole, fastest_way(whole, **options)))
         tell("slower hosts")
         by_host = by_host_time(
             predictor,
             plans.chosen.pipeline,
+            further=[whole for whole in further if whole.has_same_dispatcher],
             degrees=arguments.degrees,
             stack=options["stack"],
             with_partner=options["with_partner"],
         )
-    return _Found(plans, others, by_host)
+    return _Found(plans, others, whole_passes, by_host)
 
 
 def _assumed_of_partners(plan: Plan, layers: StageLayers, arguments: argparse.Namespace) -> list[str]:

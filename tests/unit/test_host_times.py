@@ -11,8 +11,9 @@ from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.host_times import FACTORS, by_host_time, in_words, with_host_times
 from megatron_ampipe.plan.model_block import block_of, layers_of
 from megatron_ampipe.plan.model_file import find_model, read_model
-from megatron_ampipe.plan.planner import make_plans
+from megatron_ampipe.plan.planner import PlanOptions, make_plans
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.whole_passes import fastest_way, with_whole_passes
 from tests.conftest import Command
 
 DEGREES = (2, 4)
@@ -73,7 +74,37 @@ def test_the_command_says_what_it_assumes(ampipe: Command) -> None:
     said = ampipe(*words).out
     assert "host: takes 90 us to issue a stage forward and 120 us backward (derived: " in said
     assert "ampipe profile, then --cluster FILE" in said
-    host = json.loads(ampipe(*words, "--json", "-").out)["host"]
+    assert "with CUDA graphs of whole passes (--ampipe-" in said
+    assert "--moe-grouped-gemm --ampipe-rows fixed --cuda-graph-impl local): predicted " in said
+    answer = json.loads(ampipe(*words, "--json", "-").out)
+    (way,) = answer["whole_passes"]["ways"]
+    assert way["name"] == "whole passes, alltoall" and way["padding"] > 1.25
+    host = answer["host"]
     assert host["choices"][0]["forward_us"] == host["forward_us"] == 90.0
     slowest = 90 * FACTORS[-1]
     assert all(row["forward_us"] <= slowest for row in host["choices"])
+
+
+def test_graphs_of_whole_passes_are_chosen_where_the_host_is_slow_enough() -> None:
+    """Padding costs more than a fast host does."""
+    model = read_model(find_model("qwen3-30b-a3b-like"))
+    cluster = read_cluster(find_cluster("dgx-h100"))
+    block, _ = block_of(model, cluster)
+    predictor = Predictor(block, cluster, num_layers=2)
+    (whole,) = with_whole_passes(predictor, other_dispatcher=False)
+    assert " ".join(whole.flags) == "--ampipe-rows fixed --cuda-graph-impl local"
+    assert whole.predictor.stock() == predictor.stock()
+    options: PlanOptions = {"degrees": (2,), "with_partner": 0.0}
+    chosen = make_plans(predictor, **options, full=False).chosen.pipeline
+    rows = by_host_time(predictor, chosen, further=[whole], **options)
+    assert "whole passes" not in rows[0].choice and rows[-1].choice == "2 chunks, whole passes, alltoall"
+    without = by_host_time(predictor, chosen, **options)
+    assert rows[-1].speedup > 1.01 > without[-1].speedup
+    # Also without being chosen, it says what they would gain.
+    gain = fastest_way(whole, **options)
+    assert in_words(gain.pipeline) == "2 chunks" and gain.time_us > predictor.stock().total
+    assert gain.padding == pytest.approx(1.4, rel=0.01)
+    with_other = [each.name for each in with_whole_passes(predictor, other_dispatcher=True)]
+    assert with_other == ["whole passes, alltoall", "whole passes, hybridep"]
+    for changes in ({"dtype": "fp8"}, {"expert": 1}, {"condense": 0.9}, {"captures_passes": True}):
+        assert not with_whole_passes(predictor.changed(**changes), other_dispatcher=True)

@@ -245,3 +245,10 @@ def test_a_wrong_frequency_of_layers_is_refused(value: str, rule: str, tmp_path:
     path = model_file(tmp_path, f"moe-layer-freq: {value}\n")
     with pytest.raises(BadInput, match=rf"model\.yaml:\d+: moe-layer-freq .*: {rule}"):
         layers_of(read_model(path))
+
+
+def test_fixed_rows_need_a_dispatcher_that_sends_them(tmp_path: Path) -> None:
+    path = model_file(tmp_path, "ampipe:\n  rows: fixed\n")
+    assert read(path)[0].rows_margin == 1.25
+    with pytest.raises(BadInput, match="moe-token-dispatcher-type allgather: cannot send fixed rows"):
+        read(path, overrides={"moe-token-dispatcher-type": "allgather"})
