@@ -4,10 +4,12 @@ Both count parameters. Megatron's formula of activations is that of a dense laye
 what it leaves out is added here, term by term.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.model_block import block_of
 from megatron_ampipe.plan.model_file import find_model, read_model
 from megatron_ampipe.plan.model_flags import ModelFlags, TrainingFlags
@@ -91,3 +93,28 @@ def test_activations_are_within_10_percent_of_megatrons_estimate(
     # Masks of two dropouts, which these models do not have, in bytes.
     estimate -= tokens * 2 * args.hidden_size
     assert memory.activations == pytest.approx(estimate, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b-like"])
+def test_padding_of_fixed_rows_is_added_as_rows_of_megatrons_estimate(name: str) -> None:
+    """Megatron counts rows that are routed: what reaches experts, and two more of a gated activation."""
+    model = read_model(find_model(name), overrides={"bf16": True, "expert-model-parallel-size": 8})
+    block, _ = block_of(model, cluster("dgx-h100"), ranks=RANKS)
+    fixed = dataclasses.replace(block, rows_margin=1.25)
+    pipeline = Pipeline.of(2)
+
+    def activations(block: Block) -> float:
+        stages = memory_by_stage(model, block, pipeline)
+        assert not isinstance(stages, str), stages
+        return stages[0].activations
+
+    chunk = block.rows // 2
+    padding = 2 * (fixed.arriving(chunk) - block.received(chunk))
+    num_layers = model.read(ModelFlags).num_layers
+    # In 16 bits. With padding there are also indices.
+    added = num_layers * padding * 2 * (block.hidden + 3 * block.ffn)
+    assert activations(fixed) - activations(block) == pytest.approx(added, rel=0.05)
+    # What the graphs of a layer hold while it runs is there for no other layer.
+    captured = dataclasses.replace(fixed, captures_passes=True)
+    one_layer = activations(fixed) / num_layers
+    assert activations(captured) > activations(fixed) + num_layers * one_layer / 4

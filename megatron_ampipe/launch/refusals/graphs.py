@@ -19,7 +19,7 @@ _NOT_WITH_WHOLE_PASSES = (
     "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
 )  # fmt: skip
 """Flags that forbid graphs of whole passes, unless their value is one of ``_USUAL``."""
-_USUAL = (None, False, 0, KEEP, Exchange.ROWS)
+_USUAL = (None, False, 0, Exchange.ROWS)
 
 
 def _captures_stages(args: Arguments) -> bool:
