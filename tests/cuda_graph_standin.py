@@ -340,6 +340,48 @@ def stand_ins() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def of_megatron() -> Iterator[None]:
+    """Within it, and within :func:`stand_ins`, Megatron's ``--cuda-graph-impl local`` works, too.
+
+    Random states are not captured, so layers must draw nothing.
+    """
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import cuda_graphs
+
+    tracker = random.CudaRNGStatesTracker()
+    # Its states would be those of a device.
+    tracker.use_cudagraphable_rng = True
+    generators = tuple(torch.Generator() for _ in range(torch.cuda.device_count()))
+    begin, end = "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool"
+    with (
+        mock.patch.object(torch.cuda, "graph", _Captured),
+        mock.patch.object(torch.cuda, "default_generators", generators),
+        # Inputs of graphs are memory outside of the pool.
+        mock.patch.object(torch._C, begin, lambda *_: None),
+        mock.patch.object(torch._C, end, lambda *_: None),
+        mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", tracker),
+        mock.patch.object(cuda_graphs, "_ensure_generator_state_is_cudagraph_safe", lambda state: state),
+    ):
+        yield
+
+
+class _Captured:
+    """In place of ``torch.cuda.graph``."""
+
+    def __init__(self, graph: RecordedGraph, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._graph, self._pool = graph, pool
+
+    def __enter__(self) -> None:
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+
+    def __exit__(self, *_: object) -> None:
+        self._graph.capture_end()
+        # Before the next capture, Megatron runs functions that read indices which this one has made. What a
+        # device has there is any number; the stand-in's would be out of bounds.
+        self._graph.replay()
+
+
 FORKED: list[torch.Generator] = []
 """The generators of which operations draw at present, the last one first."""
 

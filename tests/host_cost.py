@@ -6,12 +6,10 @@ every collective is one copy, as a launch of NCCL is one call, and a CUDA graph 
 operators and Python calls of a forward and a backward pass of AMPipe's layers, over those of Megatron's.
 """
 
-import functools
 import json
 import os
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,11 +23,12 @@ from tests.plan_cases import grid_case, python_calls
 
 RANKS, LAYERS = 8, 2
 STOCK = "Megatron"
+PARTIAL = "Megatron, graphs"
+"""Megatron's layers with its own graphs of attention, router and what follows the experts."""
 GRAPHS = "graphs"
 """In the name of a variant that has CUDA graphs."""
 WHOLE = "whole graphs"
 """In the name of a variant whose passes are one graph each."""
-MODULES = frozenset({"attn", "moe_router", "moe_preprocess"})
 VARIANTS = {
     "ampipe 2": ("ampipe", 2, 1),
     "ampipe 4": ("ampipe", 4, 1),
@@ -87,24 +86,17 @@ def _launch(_: Any) -> None:
 _LAUNCHED = torch.zeros(())
 
 
-def context_of(layers: Any) -> Any:
-    """What layers of AMPipe share."""
-    return layers.layers[0]._block.context
-
-
 def layers() -> dict[str, Callable[[], None]]:
     """A pass through each variant, by name."""
     # Megatron reads it for every product, which costs two calls more if it is set.
     os.environ.pop(connections.VARIABLE, None)
     start_alone(RANKS, expert_model_parallel_size=RANKS)
     dist.all_to_all_single, dist.all_gather_into_tensor = _all_to_all, _all_gather
-    from megatron_ampipe.exchange.fixed_rows import FixedRows
-    from megatron_ampipe.layers.context import WHOLE_PASSES, AMPipeContext
     from megatron_ampipe.runtime.executors import SequentialExecutor
-    from megatron_ampipe.tools.measuring import blocks
-    from megatron_ampipe.tools.measuring.bench_job import Variant
+    from megatron_ampipe.tools.measuring.bench_job import EXACT, FIXED, Variant
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
     from megatron_ampipe.tools.measuring.network import parse_link
+    from megatron_ampipe.tools.measuring.prepared import learn
     from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
     case = grid_case(sequence_length=256, hidden=64, experts=16, topk=2, ffn=64, activation="swiglu")
@@ -112,34 +104,30 @@ def layers() -> dict[str, Callable[[], None]]:
     factory = BlockFactory(rank, case, layers=LAYERS)
     built: dict[str, Any] = {STOCK: factory.stock}
     for name, (schedule, degree, stack) in VARIANTS.items():
-        fixed = {"fixed_rows": FixedRows()} if WHOLE in name else {}
-        with mock.patch.object(blocks, "AMPipeContext", functools.partial(AMPipeContext, **fixed)):
-            variant = Variant.of(schedule, degree, stack=stack)
-            built[name] = factory.build(variant, executor=SequentialExecutor())
-    for name in VARIANTS:
-        if GRAPHS in name:
-            context = context_of(built[name])
-            context.graph_modules, context.graph_warm_up = WHOLE_PASSES if WHOLE in name else MODULES, 1
+        rows = FIXED if WHOLE in name else EXACT
+        variant = Variant.of(schedule, degree, stack=stack, rows=rows, graphs=GRAPHS in name)
+        built[name] = factory.build(variant, executor=SequentialExecutor())
     hidden = torch.randn(256, 1, 64, requires_grad=True)
 
     def run(layer: torch.nn.Module) -> None:
         output, _ = layer(hidden_states=hidden, attention_mask=None)
         output.sum().backward()
 
+    def with_megatrons_graphs() -> Any:
+        graphed = factory.build_with_graphs()
+        with graphed.local_graphs.step():
+            run(graphed)
+        return graphed
+
     def bound(layer: Any) -> Callable[[], None]:
-        rows = None if layer is factory.stock else context_of(layer).fixed_rows
-        if rows is not None:
-            # The budgets of exact rows, and passes that use them.
-            rows.is_watched = True
-            run(layer)
-            rows.end_step()
-            rows.learn(1.5)
-            rows.is_active = True
+        if layer.context is not None and layer.context.fixed_rows is not None:
+            learn(layer.context.fixed_rows, lambda: run(layer))
         for _ in range(3):
             run(layer)
         return lambda: run(layer)
 
-    with cuda_graph_standin.stand_ins():
+    with cuda_graph_standin.stand_ins(), cuda_graph_standin.of_megatron():
+        built[PARTIAL] = with_megatrons_graphs()
         made = {name: bound(layer) for name, layer in built.items()}
     # The stand-in would run what the graph holds.
     cuda_graph_standin.RecordedGraph.replay = _launch  # type: ignore[method-assign]

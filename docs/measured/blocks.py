@@ -12,8 +12,11 @@ from comparisons import (
     ALL_KINDS,
     CHUNKS,
     GRAPHS,
+    MEGATRON_GRAPHS,
     MOE_ONLY,
+    MOE_ONLY_WHOLE,
     PARTNERS,
+    WHOLE,
     Comparison,
     comparisons_of,
     merged,
@@ -148,6 +151,49 @@ def gpu_layers(documents: Documents) -> str:
     return markdown(head, rows)
 
 
+def whole_graphs(documents: Documents) -> str:
+    """One layer on a GPU, with fixed rows and whole passes as graphs."""
+    rows = []
+    kinds = [kind.format(degree) for degree in (2, 4) for kind in (MOE_ONLY_WHOLE, WHOLE)]
+    for name, document in documents.items():
+        for run in comparisons_of(document):
+            found = [run.speedups.get(kind) for kind in kinds]
+            if run.layers > 1 or not any(found):
+                continue
+            partial = run.speedups.get(MEGATRON_GRAPHS)
+            rows.append(
+                [
+                    link_to(name),
+                    run.case,
+                    run.link.removeprefix("emulated:"),
+                    f"{run.stock_ms:.1f}",
+                    f"{run.noise:.1%}",
+                    *("" if speedup is None else str(speedup) for speedup in (partial, *found)),
+                    *_verdicts(run),
+                ]
+            )
+    if not rows:
+        return "Unmeasured: no GPU has run it yet.\n"
+    head = [
+        *("file", "case", "link", "Megatron, ms", "noise", "Megatron's graphs"),
+        *("2, moe-only", "2", "4, moe-only", "4", "4 as fast as 2", "faster than moe-only"),
+    ]
+    return markdown(head, rows)
+
+
+def _verdicts(run: Comparison) -> list[str]:
+    """Whether four chunks are not slower than two, and the best number of them faster than ``moe-only``'s."""
+    two, four = (run.speedups.get(WHOLE.format(degree)) for degree in (2, 4))
+    alone = [run.speedups.get(MOE_ONLY_WHOLE.format(degree)) for degree in (2, 4)]
+    alone += [run.speedups.get(MOE_ONLY.format(degree)) for degree in (2, 4)]
+    best_alone = max((speedup.median for speedup in alone if speedup is not None), default=None)
+    if two is None or four is None or best_alone is None or run.noise is None:
+        return ["", ""]
+    is_as_fast = four.median >= two.median / (1 + run.noise)
+    is_faster = max(two.median, four.median) > best_alone * (1 + run.noise)
+    return ["yes" if is_as_fast else "no", "yes" if is_faster else "no"]
+
+
 def gpu_steps(documents: Documents) -> str:
     """Several layers and micro-batches on a GPU: a row for each kind of step."""
     runs = [run for run in _runs(documents) if run.layers > 1]
@@ -229,7 +275,8 @@ def gpu_memory(documents: Documents) -> str:
 def _peaks(case: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for row in case["rows"]:
-        if row["schedule"] == "ampipe":
+        # Of padding and graphs there is no prediction.
+        if row["schedule"] == "ampipe" and "predicted_peak_bytes" in row:
             share = row["peak_bytes"] / case["stock_peak_bytes"]
             off = row["predicted_peak_bytes"] / row["peak_bytes"]
             rows.append([case["name"], f"{row['degree']}", f"{share:.2f}", f"{off:.2f}"])
@@ -391,6 +438,7 @@ BLOCKS = (
     Block("README.md", "results", rf"{CPU_LAYERS}|{GPU_LAYERS}|{GPU_STEPS}", results),
     Block("docs/gpu.md", "steps", GPU_CHECKS, check_steps),
     Block("docs/gpu.md", "layers", GPU_LAYERS, gpu_layers),
+    Block("docs/gpu.md", "whole graphs", GPU_LAYERS, whole_graphs),
     Block("docs/gpu.md", "several layers", GPU_STEPS, gpu_steps),
     Block("docs/gpu.md", "losses", GPU_CHECKS, gpu_losses),
     Block("docs/gpu.md", "loop", "gpu-check-h200", gpu_loop),

@@ -18,6 +18,9 @@ CHUNKS = "{} chunks"
 MOE_ONLY = "moe-only, {} chunks"
 PARTNERS = "partners"
 GRAPHS = "{} chunks, graphs"
+WHOLE = "{} chunks, whole graphs"
+MOE_ONLY_WHOLE = "moe-only, {} chunks, whole graphs"
+MEGATRON_GRAPHS = "Megatron's graphs"
 _SEARCHED = "partners, searched"
 OF_SCRIPT = {
     **{kind.name: kind.title for kind in KINDS if kind.name not in (MEGATRON, CONTROL, _SEARCHED)},
@@ -113,9 +116,13 @@ def _of_row(row: Mapping[str, Any]) -> Speedup:
 def _name_of_row(row: Mapping[str, Any]) -> str:
     if row.get("partner") is not None:
         return PARTNERS
-    if row["schedule"] == "ampipe":
-        return CHUNKS.format(row["degree"])
-    return f"{row['schedule']}, {row['degree']} chunks"
+    if row["schedule"] == "stock-graphs":
+        return MEGATRON_GRAPHS
+    is_fixed, has_graphs = row.get("rows", "exact") == "fixed", row.get("graphs", False)
+    how = ", whole graphs" if is_fixed and has_graphs else ", graphs" if has_graphs else ""
+    how = how or (", fixed rows" if is_fixed else "")
+    schedule = "" if row["schedule"] == "ampipe" else f"{row['schedule']}, "
+    return f"{schedule}{row['degree']} chunks{how}"
 
 
 def _of_partners(document: Document) -> Comparison:
@@ -196,7 +203,7 @@ def kinds_table(runs: Iterable[tuple[str, Comparison]]) -> str:
 
 ALL_KINDS = (
     *(CHUNKS.format(degree) for degree in (2, 4, 8)),
-    *(GRAPHS.format(degree) for degree in (2, 4)),
+    *(kind.format(degree) for kind in (GRAPHS, WHOLE) for degree in (2, 4)),
     *OF_SCRIPT.values(),
 )
 """Kinds of a step in the order of a table's columns."""

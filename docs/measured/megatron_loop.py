@@ -7,11 +7,13 @@ its layers, and what comes before and after them: here nothing, so that gradient
 alone, as in all other rows of :mod:`partners`. Weight gradients are computed with the other gradients:
 ``--delay-wgrad-compute`` needs linear layers of Transformer Engine.
 
-Megatron has the overlap in 16 bit only, and its graphs on a GPU only.
+Megatron has the overlap in 16 bit only. Layers with graphs of ``--cuda-graph-impl local`` have attention or
+experts alone (``BlockFactory.build_with_graphs``).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +24,16 @@ from megatron.core.models.common.model_chunk_schedule_plan import TransformerMod
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
+from megatron_ampipe.tools.measuring.blocks import Layers
 from megatron_ampipe.tools.measuring.given_gradient import GivenGradient
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 """Of Megatron's configuration, which checks what the overlap needs."""
-Graphs = dict[str, Any]
 
 
-def graphs(modules: Sequence[str], *, implementation: str) -> Graphs:
-    """Fields of Megatron's configuration: ``--cuda-graph-impl`` with ``--cuda-graph-modules``."""
-    return {"cuda_graph_impl": implementation, "cuda_graph_modules": sorted(modules)}
+def graphs(modules: Sequence[str]) -> dict[str, Any]:
+    """Fields of Megatron's configuration: ``--cuda-graph-impl transformer_engine --cuda-graph-modules``."""
+    return {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": sorted(modules)}
 
 
 class Model(torch.nn.Module):
@@ -75,33 +77,35 @@ class Loop:
         first_steps: How many steps run before the graphs are replayed, if there are any.
     """
 
-    def __init__(self, layers: torch.nn.Module) -> None:
+    def __init__(self, layers: Layers) -> None:
         config = layers.layers[0].config
         self._model = Model(layers)
         self._of_engine = config.cuda_graph_impl == "transformer_engine"
         self._captured = not self._of_engine
         # Megatron's local graphs are made at the end of the first step.
         self.first_steps = 0 if config.cuda_graph_impl == "none" else 1
-        if config.cuda_graph_impl == "local":
-            from megatron.core.transformer.cuda_graphs import annotate_first_last_layer
-
-            # As Megatron's block of layers does.
-            annotate_first_last_layer(layers.layers)
+        self._local = layers.local_graphs
 
     def step(self, given: Sequence[torch.Tensor], above: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients of all micro-batches ``given``, ``[S, B, D]``; ``above`` are those of their outputs."""
         inputs = [hidden.clone().requires_grad_() for hidden in given]
-        forward_backward_no_pipelining(
-            forward_step_func=_forward_step,
-            data_iterator=iter(zip(inputs, above, strict=True)),
-            model=self._model,
-            num_microbatches=len(inputs),
-            seq_length=inputs[0].shape[0],
-            micro_batch_size=inputs[0].shape[1],
-        )
+        with contextlib.nullcontext() if self._local is None else self._local.step():
+            forward_backward_no_pipelining(
+                forward_step_func=_forward_step,
+                data_iterator=iter(zip(inputs, above, strict=True)),
+                model=self._model,
+                num_microbatches=len(inputs),
+                seq_length=inputs[0].shape[0],
+                micro_batch_size=inputs[0].shape[1],
+            )
         if not self._captured:
             self._capture(inputs)
         return [hidden.grad for hidden in inputs]
+
+    def first(self, given: Sequence[torch.Tensor], above: Sequence[torch.Tensor]) -> None:
+        """The steps before graphs are replayed."""
+        for _ in range(self.first_steps):
+            self.step(given, above)
 
     def _capture(self, inputs: Sequence[torch.Tensor]) -> None:
         """Make the graphs of ``--cuda-graph-impl transformer_engine``, as Megatron's training does."""

@@ -7,7 +7,9 @@ bound is that of ``ampipe bench``: the larger of all computation and all transfe
 stage timed alone in every round, with what the first transfer waits for and what waits for the last one. The
 kernel's TCP runs on the cores that compute: how much longer attention takes while a real link carries rows is
 measured as well, and a second bound is that of computation so much slower for as long as there are transfers.
-On a GPU all ranks but one are emulated, and stacks are also measured with their stages in CUDA graphs.
+On a GPU all ranks but one are emulated, and stacks are also measured with their stages in CUDA graphs, and
+with fixed rows and whole passes as graphs; budgets are learned, and graphs captured, before anything is
+compared. The raw file has the peak of each kind of step, and what its graphs hold.
 
 What is not AMPipe's, next to Megatron's layers: its own loop (:mod:`megatron_loop`) with CUDA graphs of the
 same modules, with its overlap of two micro-batches, which it has in 16 bit only, and with both, which needs
@@ -47,8 +49,10 @@ from step_kinds import (
     MOE_ONLY,
     OVERLAP,
     OVERLAP_GRAPHS,
+    PARTNERS_WHOLE,
     STACK,
     STACK_GRAPHS,
+    STACK_WHOLE,
     left_out,
 )
 from step_kinds import (
@@ -62,6 +66,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.simulate import TimedProgram
 from megatron_ampipe.schedule import MEGATRON, Partner, program_to_text, stage_from_text
 from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.bench_job import EXACT, FIXED, GRAPH_MODULES
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import burst_bytes, parse_link
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob, run_ranks
@@ -75,8 +80,6 @@ CPU_CASE = replace(
 )
 GPU_RANKS = 8
 LAYERS, MICROBATCHES, ROUNDS = 4, 8, 3
-GRAPHS = frozenset({"attn", "moe_router", "moe_preprocess"})
-"""Of ``--cuda-graph-modules``."""
 PARTNERS = {
     f"partners, {MEGATRON}": Partner(order=MEGATRON),
     "partners, cut in two": Partner(2),
@@ -143,6 +146,8 @@ def main() -> None:
         "bound_seconds": bound_s,
         "bound_next_to_transfers_seconds": next_to_transfers_s,
         "searched": of_ranks[0]["searched"].splitlines(),
+        "peak_bytes": of_ranks[0]["peak_bytes"],
+        "graph_bytes": of_ranks[0]["graph_bytes"],
         "seconds": seconds,
         "processor_seconds": {name: [found["processor"][name] for found in of_ranks] for name in names},
     }
@@ -209,8 +214,9 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
 
     from megatron_ampipe.runtime.partners import Partners
     from megatron_ampipe.tools.measuring.bench_job import Variant
-    from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+    from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory, Layers
     from megatron_ampipe.tools.measuring.meters import stage_times
+    from megatron_ampipe.tools.measuring.prepared import growth_bytes, prepare, require_budgets
     from megatron_ampipe.tools.measuring.timed_passes import same_experts
 
     on_cuda = rank.job.on_cuda
@@ -247,6 +253,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         context.partners = context.partners or Partners()
         usual, passes, gradients = context.pipeline, [], []
         context.partners.partner = usual.partner
+        # Graphs of such passes are those of a whole step.
+        context.partners.graphs.begin_step(MICROBATCHES)
 
         def ahead(number: int) -> None:
             context.pipeline = usual.with_partners(forward=number > 0, backward=number < MICROBATCHES - 1)
@@ -264,6 +272,7 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         for number in range(1, MICROBATCHES):
             context.partners.run(functools.partial(ahead, number), functools.partial(back, number - 1))
         back(MICROBATCHES - 1)
+        context.partners.graphs.end_step()
         return gradients
 
     saved_bytes = burst_bytes(rank.job.link.rate_bit_per_s) if rank.job.link.is_network else 0
@@ -311,43 +320,60 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         overlap = replace(both.overlap, compute_slowdown=1.0, communication_slowdown=1.0, latency_us=0.0)
         return Partner(period=best_period(TimedProgram(both.compiled, durations, None, overlap)))
 
-    def stack(degree: int, partner: Partner | None = None) -> Any:
-        return with_same_experts(factory.build(Variant.of("ampipe", degree, stack=0, partner=partner)))
+    def stack(
+        degree: int, partner: Partner | None = None, *, rows: str = EXACT, graphs: bool = False
+    ) -> Layers:
+        variant = Variant.of("ampipe", degree, stack=0, partner=partner, rows=rows, graphs=graphs)
+        return with_same_experts(factory.build(variant))
 
-    def experts_alone(degree: int) -> Any:
+    def experts_alone(degree: int) -> Layers:
         return with_same_experts(factory.build(Variant.of("moe-only", degree)))
 
-    def graphed(layers: Any) -> Any:
-        context = layers.layers[0]._block.context
-        context.graph_modules, context.graph_warm_up = GRAPHS, 2
-        return layers
-
     missing = missing_kinds(rank.job)
-    first_steps: dict[str, int] = {}
+    prepared: dict[str, Callable[[], int]] = {}
+    """What runs before a kind of step is compared; returns the bytes that its graphs hold."""
     steps: dict[str, Callable[[], list[torch.Tensor]]] = {}
+    with_budgets: dict[str, Layers] = {}
 
-    def of_loop(name: str, fields: dict[str, Any]) -> None:
+    def of_loop(name: str, build: Callable[[], Layers]) -> None:
         """A step of Megatron's own loop, where it runs."""
         if name not in missing:
-            loop = Loop(with_same_experts(factory.build_megatron(**fields)))
-            first_steps[name] = loop.first_steps
+            loop = Loop(with_same_experts(build()))
             steps[name] = functools.partial(loop.step, given, above)
+            if loop.first_steps:
+                first = functools.partial(loop.first, given, above)
+                prepared[name] = functools.partial(growth_bytes, first, on_cuda=on_cuda)
+
+    def captured(
+        name: str, run: Callable[[Layers], list[torch.Tensor]], build: Callable[[], Layers], rows: str
+    ) -> None:
+        """A step whose graphs are captured before it is compared, where it runs."""
+        if name not in missing:
+            layers = build()
+            steps[name] = functools.partial(run, layers)
+            prepared[name] = functools.partial(prepare, layers, run, on_cuda=on_cuda)
+            if rows == FIXED:
+                with_budgets[name] = layers
 
     steps[STOCK] = steps[CONTROL] = functools.partial(in_turn, factory.stock)
-    of_loop(MEGATRON_GRAPHS, graphs(sorted(GRAPHS), implementation="local"))
-    of_loop(OVERLAP, OVERLAP_FIELDS)
-    of_loop(OVERLAP_GRAPHS, OVERLAP_FIELDS | graphs(sorted(GRAPHS), implementation="transformer_engine"))
+    of_loop(MEGATRON_GRAPHS, factory.build_with_graphs)
+    of_loop(OVERLAP, functools.partial(factory.build_megatron, **OVERLAP_FIELDS))
+    overlap_fields = OVERLAP_FIELDS | graphs(GRAPH_MODULES)
+    of_loop(OVERLAP_GRAPHS, functools.partial(factory.build_megatron, **overlap_fields))
     for degree in DEGREES:
         steps[MOE_ONLY.format(degree)] = functools.partial(in_turn, experts_alone(degree))
     for degree in DEGREES:
         steps[STACK.format(degree)] = functools.partial(in_turn, stack(degree))
-    for degree in DEGREES:
-        name = STACK_GRAPHS.format(degree)
-        if name not in missing:
-            steps[name] = functools.partial(in_turn, graphed(stack(degree)))
+    for kind, rows in ((STACK_GRAPHS, EXACT), (STACK_WHOLE, FIXED)):
+        for degree in DEGREES:
+            build = functools.partial(stack, degree, rows=rows, graphs=True)
+            captured(kind.format(degree), in_turn, build, rows)
     partners = PARTNERS | {"partners, searched": searched(stages_alone(uncut, 0))}
     for name, partner in partners.items():
         steps[name] = functools.partial(with_partners, stack(DEGREES[0], partner))
+        if partner.order == MEGATRON:
+            build = functools.partial(stack, DEGREES[0], partner, rows=FIXED, graphs=True)
+            captured(PARTNERS_WHOLE, with_partners, build, FIXED)
     assert [*steps] == [kind.name for kind in KINDS if kind.name not in missing]
 
     def together() -> None:
@@ -362,13 +388,17 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
                 parameter.main_grad.zero_()
 
     differences: dict[str, float] = {}
+    peak_bytes: dict[str, int] = {}
+    graph_bytes: dict[str, int] = {}
     expected: list[torch.Tensor] = []
     for name, step in steps.items():
-        for _ in range(first_steps.get(name, 0)):
-            step()
+        if name in prepared:
+            graph_bytes[name] = prepared[name]()
         clear()
+        allocated_bytes = restart_peak(on_cuda=on_cuda)
         found = step()
-        found += [getattr(parameter, "main_grad", parameter.grad).clone() for parameter in parameters]
+        peak_bytes[name] = peak_since(allocated_bytes, on_cuda=on_cuda) + graph_bytes.get(name, 0)
+        found += list(map(gradient_of, parameters))
         expected = expected or found
         differences[name] = compared(name, found, expected, case.dtype)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -389,6 +419,8 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         if rank.job.link.is_network:
             slowdowns.append(slowdown(rank, factory.stock.layers[0].self_attention, given, above))
         uncut_s, halves_s = (stages_alone(layers, turn + 1) for layers in (uncut, halves))
+    for name, layers in with_budgets.items():
+        require_budgets(layers.context, device=torch.device(rank.job.device), name=name)
     prescribed.close()
     return {
         "seconds": seconds,
@@ -398,7 +430,38 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         "waits_s": waits(halves_s, halves.timer.needs),
         "slowdowns": slowdowns,
         "searched": program_to_text(partners["partners, searched"].period),
+        "peak_bytes": peak_bytes if on_cuda else {},
+        "graph_bytes": graph_bytes if on_cuda else {},
     }
+
+
+def gradient_of(parameter: Any) -> Any:
+    """The whole gradient of a parameter: linear layers may have added a part of it to ``main_grad``."""
+    gradient = 0.0 if parameter.grad is None else parameter.grad
+    return gradient + getattr(parameter, "main_grad", 0.0)
+
+
+def restart_peak(*, on_cuda: bool) -> int:
+    """Forget the peak of allocated memory; returns the bytes that are allocated on the GPU."""
+    import torch
+
+    if not on_cuda:
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    allocated: int = torch.cuda.memory_allocated()
+    return allocated
+
+
+def peak_since(allocated_bytes: int, *, on_cuda: bool) -> int:
+    """The peak since :func:`restart_peak`, beyond what was allocated then."""
+    import torch
+
+    if not on_cuda:
+        return 0
+    torch.cuda.synchronize()
+    peak: int = torch.cuda.max_memory_allocated()
+    return peak - allocated_bytes
 
 
 def compared(name: str, found: Sequence[Any], expected: Sequence[Any], dtype: str) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,15 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools import pictures, result_picture
 from megatron_ampipe.tools.measuring import machine, prediction, result, training
-from megatron_ampipe.tools.measuring.bench_job import CONTROL, STOCK, BenchJob, Variant
+from megatron_ampipe.tools.measuring.bench_job import (
+    CONTROL,
+    EXACT,
+    FIXED,
+    STOCK,
+    STOCK_GRAPHS,
+    BenchJob,
+    Variant,
+)
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.network import RANKS, add_link_arguments, check_nodes
 from megatron_ampipe.tools.measuring.ranks import Rank, run_ranks
@@ -54,6 +62,8 @@ OFF = "off"
 """The value of ``--partner`` without partners."""
 UNCHANGED = "none"
 """The value of ``--wire`` that sends rows unchanged."""
+NO_GRAPHS, LOCAL_GRAPHS = "none", "local"
+"""Values of ``--cuda-graph-impl``, which are Megatron's."""
 _FUNCTION = r"[\w.]+:\w+"
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Defaults of ``--end-to-end``."""
@@ -66,6 +76,8 @@ examples:
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json
       on one GPU: the paper's cases; the other ranks are emulated, and the output says so
+  ampipe bench --grid mixtral --ranks 8 --link emulated:20GB/s --rows fixed --cuda-graph-impl local
+      on one GPU: every pass as one CUDA graph, next to Megatron's layers with its own graphs
   ampipe bench --ranks 4 --ranks-per-node 2 --link inter=50mbit,intra=400mbit --exchange rows,ranks,nodes
       two nodes of two ranks: a slow network between them, and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
@@ -116,6 +128,16 @@ def _add_variants(add: Callable[..., None]) -> None:
     add("--exchange", "E,E", exchange, default="rows")
     wires = f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class"
     add("--wire", "W,W", wires, default=UNCHANGED)
+    rows = (
+        f"how many rows a chunk sends, as --ampipe-rows: {EXACT}, {FIXED}, with budgets learned before timing"
+    )
+    add("--rows", "R,R", rows, type=several(matching(f"{EXACT}|{FIXED}", EXACT)), default=EXACT)
+    graphs = (
+        f"{NO_GRAPHS}, or {LOCAL_GRAPHS} for CUDA graphs: whole passes with --rows {FIXED}, otherwise stages "
+        "of attention and router; next to Megatron's layers with its own graphs of these; needs a GPU"
+    )
+    impl = several(matching(f"{NO_GRAPHS}|{LOCAL_GRAPHS}", NO_GRAPHS))
+    add("--cuda-graph-impl", "I,I", graphs, type=impl, default=NO_GRAPHS)
     orders = " or ".join(PARTNER_ORDERS)
     partners = f"with --end-to-end: partners, {OFF} or their order, {orders} (default: {OFF})"
     add("--partner", "P,P", partners, type=several(matching("|".join((OFF, *PARTNER_ORDERS)), OFF)))
@@ -326,6 +348,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
 def _job(arguments: argparse.Namespace) -> BenchJob:
     link, end_to_end, count = arguments.link, arguments.end_to_end, arguments.ranks or RANKS
     num_gpus = 0 if link.is_network or end_to_end else machine.num_gpus()
+    _check_graphs(arguments, num_gpus)
     emulates_peers = arguments.emulate_peers or (link.emulated and 0 < num_gpus < count)
     if end_to_end and emulates_peers:
         arguments.refuse("--emulate-peers: a training needs every rank's gradients; leave out --end-to-end")
@@ -346,6 +369,8 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
             "--imbalance: emulated peers send what they get, and a training changes the bias of its routers; "
             "leave it out with --emulate-peers and --end-to-end"
         )
+    if FIXED in arguments.rows:
+        _check_fixed_rows(arguments, cases, on_gpu=num_gpus > 0)
     layers = arguments.layers or (LAYERS_OF_TRAINING if end_to_end else 1)
     fused = has_fused_weight_gradients(on_gpu=num_gpus > 0)
     blocks = [block_of_case(case, num_ranks=count, fused_gradients=fused) for case in cases]
@@ -365,6 +390,45 @@ def _job(arguments: argparse.Namespace) -> BenchJob:
         seed=arguments.seed,
         micro_batches=arguments.micro_batches or 2,
     )
+
+
+def _check_graphs(arguments: argparse.Namespace, num_gpus: int) -> None:
+    """Refuse ``--cuda-graph-impl local`` where nothing can be captured."""
+    if LOCAL_GRAPHS not in arguments.cuda_graph_impl:
+        return
+    for flag, value, usual in (
+        ("--memory", arguments.memory, KEEP),
+        ("--wire", arguments.wire, UNCHANGED),
+        ("--exchange", arguments.exchange, Exchange.ROWS),
+    ):
+        if value != usual:
+            arguments.refuse(
+                f"--cuda-graph-impl {LOCAL_GRAPHS} with {flag} {value}: no graph can have both; leave one out"
+            )
+    if not num_gpus:
+        arguments.refuse(
+            f"--cuda-graph-impl {LOCAL_GRAPHS} needs a GPU, and a link that is none or emulated; leave it out"
+        )
+
+
+def _check_fixed_rows(arguments: argparse.Namespace, cases: Sequence[Case], *, on_gpu: bool) -> None:
+    """Refuse ``--rows fixed`` where AMPipe's layers cannot have them."""
+    flag = f"--rows {FIXED}"
+    if arguments.end_to_end:
+        arguments.refuse(f"{flag} is for blocks; leave out --end-to-end, or use --ampipe-rows in a training")
+    if arguments.exchange != Exchange.ROWS:
+        arguments.refuse(f"{flag} with --exchange {arguments.exchange}; leave out --exchange")
+    for case in cases:
+        if case.grouped:
+            arguments.refuse(
+                f"{flag}: case {case.name} has grouped products of experts, which run with exact rows here; "
+                "choose --cases with transformer_impl: local and expert_kind: sequential"
+            )
+        if on_gpu and case.dtype == "fp32":
+            arguments.refuse(
+                f"{flag}: case {case.name} is in fp32, and on a GPU only experts in 16 bit take numbers of "
+                "rows from the device; choose --cases with dtype: bf16"
+            )
 
 
 def _imbalance(arguments: argparse.Namespace, num_ranks: int) -> float | None:
@@ -392,7 +456,10 @@ def _variants(arguments: argparse.Namespace, case: Case, block: Block, layers: i
             "rank, or rows,ranks"
         )
     variants = [Variant(STOCK), Variant(CONTROL)]
-    for schedule, cut, stack, memory, wire, exchange, partner in itertools.product(
+    if LOCAL_GRAPHS in arguments.cuda_graph_impl:
+        variants.append(Variant(STOCK_GRAPHS, graphs=True))
+    for rows_kind, graphs, schedule, cut, stack, memory, wire, exchange, partner in itertools.product(
+        *(arguments.rows, arguments.cuda_graph_impl),
         *(arguments.schedules, arguments.degrees, arguments.stack.split(",")),
         *(arguments.memory.split(","), arguments.wire.split(","), exchanges),
         arguments.partner or [OFF],
@@ -416,8 +483,9 @@ def _variants(arguments: argparse.Namespace, case: Case, block: Block, layers: i
         if partner != OFF and stack != "1":
             pipeline = replace(pipeline, partner=Partner(order=partner))
         elif not pipeline.overlaps:
-            # Layers without overlap share no schedule, and send all rows unchanged.
+            # Layers without overlap share no schedule, send all rows unchanged, and have no graphs.
             pipeline, wire = replace(pipeline, stack=1), UNCHANGED
+            rows_kind, graphs = EXACT, NO_GRAPHS
         if is_custom(schedule) and pipeline.overlaps and not arguments.end_to_end:
             # With the result, so that --from and the ranks need not import the function.
             degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
@@ -425,7 +493,9 @@ def _variants(arguments: argparse.Namespace, case: Case, block: Block, layers: i
         if wire != UNCHANGED:
             class_path(wire, SHIPPED_WIRES, flag="--wire")
         if exchange in useful:
-            variants.append(Variant(schedule, pipeline, None if wire == UNCHANGED else wire))
+            encoded = None if wire == UNCHANGED else wire
+            captures = graphs == LOCAL_GRAPHS
+            variants.append(Variant(schedule, pipeline, encoded, rows=rows_kind, graphs=captures))
     return tuple(dict.fromkeys(variants))
 
 

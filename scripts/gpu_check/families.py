@@ -19,6 +19,7 @@ class Family:
         norm_tolerance: Largest relative difference of a gradient norm.
         needs: Modules that it imports.
         ranks: Processes of each training, all on one device.
+        exceeds: Kinds in which one step exceeds a budget of fixed rows, see :mod:`.small_budget`.
     """
 
     words: str
@@ -27,6 +28,7 @@ class Family:
     norm_tolerance: float
     needs: tuple[str, ...] = ()
     ranks: int = 1
+    exceeds: tuple[str, ...] = ()
 
     @property
     def allowed(self) -> list[float]:
@@ -55,6 +57,7 @@ _FUSED = (
     "--cross-entropy-loss-fusion --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
 )
+_EXCEEDED = "degree 2, whole graphs, one budget exceeded"
 _FIXED = "--ampipe-rows fixed --cuda-graph-warmup-steps 1"
 _IN_CHUNKS = {"degree 4": "--ampipe-degree 4", "partners": "--ampipe-partner"}
 _DELAYED = {"weight gradients apart": "--ampipe-degree 4 --ampipe-schedule joined"}
@@ -123,12 +126,13 @@ FAMILIES = {
     "two ranks, fixed rows": Family(
         _AS_WRITTEN + "--expert-model-parallel-size 2 --bf16 --moe-router-dtype fp32",
         {
-            "degree 2": f"--ampipe-degree 2 {_FIXED}",
-            "degree 2, whole graphs": f"--ampipe-degree 2 {_FIXED} --cuda-graph-impl local",
+            "degree 2, exact rows": "--ampipe-degree 2",
+            _EXCEEDED: f"--ampipe-degree 2 {_FIXED} --cuda-graph-impl local",
             "degree 4, whole graphs": f"--ampipe-degree 4 {_FIXED} --cuda-graph-impl local",
         },
         *_IN_BF16,
         ranks=2,
+        exceeds=(_EXCEEDED,),
     ),
     "two ranks, FP8": Family(
         _FUSED + "--num-layers 4 --expert-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe blockwise",

@@ -19,6 +19,7 @@ from gpu_check import ranks
 from gpu_check.families import COMPARED
 from gpu_check.steps import Outcome
 from megatron_ampipe.files.timeline import DIRECTIONS
+from megatron_ampipe.tools.measuring.bench_job import EXACT, STOCK_GRAPHS
 from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
 _TESTS = {
@@ -227,11 +228,12 @@ def _training(text: str) -> Iterator[Row]:
         shown = ", ".join(
             f"{what} {difference:.0e} ({allowed:.0e} allowed)" for what, difference, allowed in compared
         )
-        yield Row(
-            f"training, {found['family']}, {name}",
-            Outcome.DIFFERENT if wrong else Outcome.OK,
-            f"{len(found['losses'][name])} iterations differ at most by: {shown}",
-        )
+        finding = f"{len(found['losses'][name])} iterations differ at most by: {shown}"
+        if name in found.get("repeats", {}):
+            num_steps, num_repeated = found["repeats"][name]
+            finding += f"; {num_repeated} of {num_steps} steps with budgets repeated"
+        outcome = Outcome.DIFFERENT if wrong else Outcome.OK
+        yield Row(f"training, {found['family']}, {name}", outcome, finding)
     for name, why in found["failed"].items():
         yield Row(f"training, {found['family']}, {name}", Outcome.FAILED, why)
 
@@ -262,17 +264,19 @@ def _partners(text: str) -> Iterator[Row]:
 
 
 def _bench(text: str) -> Iterator[Row]:
-    """The fastest row of each schedule of each case."""
+    """The fastest row of each schedule of each case, by the kind of its rows and graphs."""
     document = json.loads(text)
     for case in document["cases"]:
+        by_kind: dict[str, list[Any]] = {}
+        for row in case["rows"]:
+            if row["degree"] > 1 or row["schedule"] == STOCK_GRAPHS:
+                by_kind.setdefault(_kind_of_row(row), []).append(row)
         parts = []
-        for schedule in dict.fromkeys(row["schedule"] for row in case["rows"]):
-            chunked = [row for row in case["rows"] if row["schedule"] == schedule and row["degree"] > 1]
-            best = min(chunked, key=lambda row: row["ms"])
-            parts.append(
-                f"{schedule} {best['speedup']:.2f}x at degree {best['degree']} "
-                f"({best['bound_share']:.0%} of bound)"
-            )
+        for kind, rows in by_kind.items():
+            best = min(rows, key=lambda row: row["ms"])
+            where = f" at degree {best['degree']}" if best["degree"] > 1 else ""
+            share = f" ({best['bound_share']:.0%} of bound)" if best["bound_share"] else ""
+            parts.append(f"{kind} {best['speedup']:.2f}x{where}{share}")
         wrong = [
             row
             for row in (case["control"], *case["rows"])
@@ -289,6 +293,18 @@ def _bench(text: str) -> Iterator[Row]:
             Outcome.DIFFERENT if wrong else Outcome.OK,
             f"stock {case['stock_ms']:.2f} ms; {'; '.join(parts)}",
         )
+
+
+def _kind_of_row(row: Mapping[str, Any]) -> str:
+    """Schedule, rows and graphs of a row of ``ampipe bench``."""
+    if row["schedule"] == STOCK_GRAPHS:
+        return "Megatron's graphs"
+    parts = [row["schedule"]]
+    if row.get("rows", EXACT) != EXACT:
+        parts.append("fixed rows")
+    if row.get("graphs"):
+        parts.append("graphs")
+    return ", ".join(parts)
 
 
 def _ranks(text: str) -> Iterator[Row]:

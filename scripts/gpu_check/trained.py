@@ -19,11 +19,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu_check import ranks
-from gpu_check.families import FAMILIES, TRAINING
+from gpu_check.families import FAMILIES, TRAINING, Family
 from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.tools.measuring import machine, result
 
@@ -32,6 +33,7 @@ _LAUNCHES_AT_ONCE = 2
 _LINE = re.compile(
     r"iteration +\d+/.*lm loss: ([0-9.E+-]+).*load_balancing_loss: ([0-9.E+-]+).*grad norm: ([0-9.]+|nan|inf)"
 )
+_REPEATS = re.compile(r"fixed rows: (\d+) steps with budgets, (\d+) of them repeated")
 _LAST_DIGIT_OF_NORM = 1.001e-3
 """Megatron prints gradient norms with three decimals."""
 _REASON = re.compile(
@@ -56,11 +58,16 @@ def main() -> int:
     at_once = len(kinds) if family.ranks == 1 else _LAUNCHES_AT_ONCE
     with ThreadPoolExecutor(at_once) as pool:
         trained = pool.map(
-            lambda kind: _train(kind, f"{family.words} {kinds[kind]} {chosen.arguments}", family.ranks, nccl),
+            lambda kind: _train(kind, f"{family.words} {kinds[kind]} {chosen.arguments}", family, nccl),
             kinds,
         )
         losses = dict(zip(kinds, trained, strict=True))
-    ended = {name: of_kind for name, of_kind in losses.items() if not isinstance(of_kind, str)}
+    ended = {name: found.losses for name, found in losses.items() if not isinstance(found, str)}
+    repeats = {
+        name: found.repeats
+        for name, found in losses.items()
+        if not isinstance(found, str) and found.repeats is not None
+    }
     failed = {name: why for name, why in losses.items() if isinstance(why, str)}
     stock = ended.pop(STOCK, None)
     if stock is None:
@@ -74,6 +81,7 @@ def main() -> int:
         "differences": differences,
         "failed": failed,
         "allowed": allowed,
+        "repeats": repeats,
     }
     result.write(document, chosen.json)
     if not all(all(map(operator.le, found, allowed)) for found in differences.values()):
@@ -81,9 +89,25 @@ def main() -> int:
     return RunFailed.exit_code if failed else 0
 
 
-def _train(kind: str, words: str, num_ranks: int, nccl: tuple[int, int] | None) -> list[list[float]] | str:
-    """Of every iteration both losses and the norm of all gradients, or why there are none."""
-    training = ("-m", "megatron_ampipe.pretrain_gpt", *shlex.split(TRAINING), *shlex.split(words))
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A training that has ended well.
+
+    Attributes:
+        losses: Of every iteration both losses and the norm of all gradients.
+        repeats: With fixed rows, how many steps had budgets, and how many of them were repeated.
+    """
+
+    losses: list[list[float]]
+    repeats: tuple[int, int] | None
+
+
+def _train(kind: str, words: str, family: Family, nccl: tuple[int, int] | None) -> Trained | str:
+    """What a training has logged, or why it has failed."""
+    exceeds = kind in family.exceeds
+    num_ranks = family.ranks
+    entry = "gpu_check.small_budget" if exceeds else "megatron_ampipe.pretrain_gpt"
+    training = ("-m", entry, *shlex.split(TRAINING), *shlex.split(words))
     # Where Transformer Engine is installed, Megatron's routers would multiply fp32 in TF32.
     more = {"NVIDIA_TF32_OVERRIDE": "0"}
     if num_ranks > 1:
@@ -92,9 +116,18 @@ def _train(kind: str, words: str, num_ranks: int, nccl: tuple[int, int] | None) 
         code, said = _train_alone(kind, training, more)
     losses = [[float(loss) for loss in line.groups()] for line in _LINE.finditer(said)]
     if code == 0 and losses:
-        return losses
+        repeats = _repeats(said)
+        if exceeds and (repeats is None or repeats[1] != 1):
+            return f"one step should have been repeated; steps with budgets, and repeated ones: {repeats}"
+        return Trained(losses, repeats)
     reasons = _REASON.findall(said) or [line.strip() for line in said.splitlines()[-1:]]
     return f"ended with {code}: {''.join(reasons[:1])[:200]}"
+
+
+def _repeats(said: str) -> tuple[int, int] | None:
+    """How many steps had budgets, and how many of them were repeated, as a training says in the end."""
+    found = _REPEATS.search(said)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _train_alone(kind: str, training: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 Sizes are tiny, so the values mean nothing; the tests check that they exist and have the right type.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -184,20 +185,54 @@ def test_different_results_are_refused_before_timing(dtype: str) -> None:
     from megatron_ampipe.tools.measuring.timed_passes import compare
 
     class Passes:
-        def results(self, layer: float, chosen: Any) -> dict[str, torch.Tensor]:
+        def results(self, layer: float) -> dict[str, torch.Tensor]:
             return {"output": torch.ones(2), "gradient": torch.tensor([1.0, layer])}
+
+    class Experts:
+        def of_results(self, layer: float, variant: Variant) -> Any:
+            return contextlib.nullcontext()
+
+        def prescribe(self, layer: float) -> None:
+            pass
 
     sizes = ("sequence_length", "batch", "hidden", "heads", "experts", "topk", "ffn")
     case = Case(name="one", activation="gelu", dtype=dtype, **dict.fromkeys(sizes, 1))
     variants = (Variant("stock"), Variant.of("ampipe", 2))
     for same in (2.0, 2.0 + 1e-6):
-        compare(Passes(), [2.0, same], variants, rank=0, case=case)
+        compare(Passes(), [2.0, same], variants, rank=0, case=case, experts=Experts())
     for other in (2.5, math.nan, math.inf):
         with pytest.raises(DifferenceFound, match="on rank 0 most in the gradient"):
-            compare(Passes(), [2.0, other], variants, rank=0, case=case)
+            compare(Passes(), [2.0, other], variants, rank=0, case=case, experts=Experts())
+
+
+def test_fixed_rows_and_graphs_are_compared_and_timed(tmp_path: Path) -> None:
+    """On stand-ins for graphs, the other ranks emulated, as on one GPU; with Megatron's own graphs."""
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(GRID.replace("gelu, dtype: fp32", "swiglu, dtype: bf16"))
+    words = [
+        *("--grid", grid, "--cases", "top1", "--ranks", "2", "--emulate-peers", "--link", "emulated:1gbit"),
+        *("--degrees", "2,4", "--schedules", "ampipe", "--repeats", "2", "--warmup", "1"),
+        *("--rows", "exact,fixed", "--cuda-graph-impl", "none,local"),
+    ]
+    done = completed(sys.executable, "-m", "tests.graphed", *words, env=environment(tmp_path))
+    (case,) = json.loads(done.stdout.splitlines()[-1])
+    found = [(row["schedule"], row["degree"], row["rows"], row["graphs"]) for row in case["rows"]]
+    assert found == [
+        ("stock-graphs", 1, "exact", True),
+        *(("ampipe", degree, "exact", graphs) for graphs in (False, True) for degree in (2, 4)),
+        *(("ampipe", degree, "fixed", graphs) for graphs in (False, True) for degree in (2, 4)),
+    ]
+    for row in case["rows"]:
+        assert len(row["samples_ms"]) == 2 and row["graph_bytes"] == 0
+        # Megatron's graphs run its own operations; AMPipe's round sums over chunks.
+        assert row["difference_from_stock"] <= (0.0 if row["schedule"] == "stock-graphs" else 1e-2)
+        assert bool(row["bound_share"]) is (row["degree"] > 1)
+    # Padding is sent and kept.
+    assert case["rows"][5]["peak_bytes"] > case["rows"][1]["peak_bytes"]
 
 
 WRONG_PARTNERS = """\
+import contextlib
 import dataclasses
 import json
 import sys
@@ -207,13 +242,12 @@ import step_kinds
 
 partners.LAYERS, partners.MICROBATCHES = 2, 3
 wrong = sys.argv[1]
+graphs = contextlib.ExitStack()
 
 
 def left_out_here(**given):
-    # Megatron's graphs are measured as far as they run here: through its loop, without graphs.
-    missing = step_kinds.left_out(**given)
-    del missing[step_kinds.MEGATRON_GRAPHS]
-    return missing
+    # What graphs hold on a GPU, their stand-ins hold here.
+    return step_kinds.left_out(**given | {"on_gpu": wrong == "nothing"})
 
 
 partners.left_out = left_out_here
@@ -223,9 +257,10 @@ start = partners.Rank.start_megatron
 
 def start_wrong(rank):
     emulation = start(rank)
-    import megatron_loop
+    if wrong == "nothing":
+        from tests import graphed
 
-    megatron_loop.graphs = lambda modules, implementation: {}
+        graphs.enter_context(graphed.stand_ins())
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
     build = BlockFactory.build
@@ -281,16 +316,18 @@ def test_steps_are_compared_in_bf16(wrong: str, name: str, tmp_path: Path) -> No
 
 
 def test_steps_of_megatron_alone_equal_its_layers(tmp_path: Path) -> None:
-    """Megatron's own overlap runs here, through its own loop, and gives the same gradients."""
+    """Megatron's own overlap and graphs run here, through its own loop, and give the same gradients."""
     found = json.loads(run_partners(tmp_path, "nothing", code=0).stdout)
     differences = found["differences"]
     of_megatron = ["megatron", "control", "megatron, CUDA graphs", "megatron, overlapped"]
     assert list(differences)[:4] == of_megatron
     assert {"moe-only, degree 2", "moe-only, degree 4"} <= set(differences)
     # The same operations, in another order of micro-batches only where gradients of weights are added.
-    assert max(differences[name] for name in of_megatron) < 1e-6
+    assert max(differences[name] for name in of_megatron if "graphs" not in name) < 1e-6
+    # Graphs add those that linear layers do not in fp32, the others in 16 bit.
+    assert differences["megatron, CUDA graphs"] < 4e-3
     # Nothing is dropped without a word.
     kinds = {kind.name for kind in step_kinds.KINDS}
     assert kinds == differences.keys() | found["left out"].keys()
-    assert found["left out"]["stack, degree 2, CUDA graphs"] == "needs a GPU"
+    assert found["left out"] == {"megatron, overlapped, CUDA graphs": "needs layers of Transformer Engine"}
     assert not differences.keys() & found["left out"].keys()

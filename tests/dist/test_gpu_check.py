@@ -217,6 +217,22 @@ def test_ranks_that_share_a_device_train(tmp_path: Path) -> None:
     assert max(found["differences"]["partners"]) < 1e-5
 
 
+def test_a_training_of_the_check_exceeds_a_budget_once(tmp_path: Path) -> None:
+    """Without graphs, which are for a GPU: its step is repeated, and all losses are stock Megatron's."""
+    tiny = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 5"
+    words = [
+        *(sys.executable, "-m", "gpu_check.trained", "two ranks, fixed rows"),
+        *("--json", tmp_path / "training.json", "--on", "cpu", "--kinds", "exceeded"),
+        *("--arguments", f"{tiny} --max-position-embeddings 64 --cuda-graph-impl none"),
+    ]
+    completed(*words, env=with_scripts())
+    found = json.loads((tmp_path / "training.json").read_text())
+    (name,) = found["differences"]
+    assert (found["failed"], found["repeats"]) == ({}, {name: [3, 1]})
+    (row,) = findings.rows({"steps": [as_step("training", tmp_path / "training.json")]})
+    assert row.outcome is Outcome.OK and row.finding.endswith("; 1 of 3 steps with budgets repeated")
+
+
 def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
     """A CPU has no GPU kernels; checks that it builds, runs, exports and reads a profile."""
     (tmp_path / "grid.yaml").write_text(GRID)

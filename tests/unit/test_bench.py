@@ -118,6 +118,15 @@ def test_a_slow_network_needs_root_and_iproute2(
         ("--stack 3", "--stack 3 is above the number of layers"),
         ("--wire fp8 --end-to-end", "--wire fp8 changes the losses"),
         ("--exchange nodes", "--exchange nodes saves nothing in case top1"),
+        ("--rows fixed --end-to-end", "--rows fixed is for blocks; leave out --end-to-end"),
+        ("--rows fixed --exchange ranks", "--rows fixed with --exchange ranks"),
+        (
+            "--rows fixed --grid deepseek --cases deepseek-8k-grouped",
+            "--rows fixed: case deepseek-8k-grouped has grouped products of experts",
+        ),
+        ("--rows whole", "'whole' is not valid"),
+        ("--cuda-graph-impl local", "--cuda-graph-impl local needs a GPU"),
+        ("--cuda-graph-impl local --memory rebuild", "local with --memory rebuild: no graph can have both"),
         ("--emulate-peers", "--emulate-peers with --link none"),
         (
             "--link inter=1gbit,intra=2gbit",
@@ -197,6 +206,24 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
 # What is compared
 
 
+def test_fixed_rows_and_graphs_are_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_gpus", lambda: 2)
+    words = "--grid mixtral --degrees 1,2 --rows exact,fixed --cuda-graph-impl none,local"
+    found = compared(words, case="mixtral-8k")
+    assert list(map(str, found)) == [
+        "stock-graphs", "degree 1, schedule ampipe", "degree 2, schedule ampipe",
+        "degree 2, schedule ampipe, CUDA graphs", "degree 2, schedule ampipe, rows fixed",
+        "degree 2, schedule ampipe, rows fixed, CUDA graphs",
+    ]  # fmt: skip
+    assert [variant.prepares for variant in found] == [True, False, False, True, True, True]
+
+
+def test_fixed_rows_of_a_gpu_need_16_bit(monkeypatch: pytest.MonkeyPatch, ampipe: Command) -> None:
+    monkeypatch.setattr(machine, "num_gpus", lambda: 2)
+    error = ampipe("bench", "--cases", "top1", "--rows", "fixed", code=2).err
+    assert "--rows fixed: case top1 is in fp32, and on a GPU only experts in 16 bit" in error
+
+
 def compared(words: str, *, case: str = "top2") -> list[Variant]:
     """What is compared of schedule ``ampipe`` besides stock and its control."""
     parser = argparse.ArgumentParser()
@@ -274,6 +301,7 @@ def reports(case: ReportView) -> list[dict[str, Any]]:
             "needs": row.get("stage_needs"),
             "difference": row["difference_from_stock"],
             "peak_bytes": row["peak_bytes"] - rank,
+            "graph_bytes": 0,
         }
 
     same = {key: case[key] for key in ("kernel", "fused_gradients")}

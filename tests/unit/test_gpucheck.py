@@ -24,6 +24,8 @@ from gpu_check.plan import Step, calls, chosen, plan
 from gpu_check.steps import Device, Done, Outcome, Surroundings, run
 from megatron_ampipe.cli import build_parser
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.tools import bench_command
+from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from tests.forked import alive, completed, until
 
@@ -92,7 +94,7 @@ PLANNED = plan(Path("scratch"), Path("output"))
 STEPS = [step for group in PLANNED for step in group]
 
 
-def test_the_steps_use_what_exists() -> None:
+def test_the_steps_use_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is timed runs alone, and so do ranks that share the GPU.
     timed = {"profile", "attention", "partners", "bench"}
     for group in PLANNED:
@@ -112,6 +114,11 @@ def test_the_steps_use_what_exists() -> None:
             cases = read_grid(find_grid(parsed.grid), only=parsed.cases, num_ranks=parsed.ranks)
             assert len(cases) == len(parsed.cases.split(","))
             assert step.result == parsed.json
+            monkeypatch.setattr(machine, "num_gpus", lambda: 1)
+            job = bench_command._job(parsed)
+            assert job.on_cuda and job.emulates_peers
+            has_graphs = {variant.graphs for variants in job.variants for variant in variants}
+            assert has_graphs == {False, "--cuda-graph-impl" in step.command}
     named = {word for step in STEPS for word in step.command if word.startswith("tests/gpu")}
     assert named == {
         f"tests/gpu/{path.name}" for path in (planning.REPOSITORY / "tests/gpu").glob("test_*.py")
@@ -120,17 +127,24 @@ def test_the_steps_use_what_exists() -> None:
 
 def test_what_has_never_run_comes_first_and_fifteen_minutes_are_planned() -> None:
     planned = calls(PLANNED)
-    assert [step.name for line in planned[:4] for step in line.steps] == [
-        "2 ranks", "training, two ranks", "partners, emulated:20GB/s", "4 ranks",
+    # Whole passes as graphs, then what else needs several ranks.
+    assert [step.name for line in planned[:10] for step in line.steps] == [
+        "bench mixtral, emulated:20GB/s", "partners, emulated:20GB/s", "training, two ranks, fixed rows",
+        "bench deepseek, emulated:20GB/s", "bench paper, emulated:20GB/s", "bench mixtral, emulated:50GB/s",
+        "bench deepseek, emulated:50GB/s", "2 ranks", "training, two ranks", "4 ranks",
     ]  # fmt: skip
     assert {line.call for line in planned} == {1, 2, None}
     by_call = {call: [line for line in planned if line.call == call] for call in (1, 2)}
     for lines in by_call.values():
         assert sum(max(step.limit_s for step in line.steps) for line in lines) <= planning.BUDGET_S < 600
     assert max(line.until_s for line in planned if line.call) <= planning.DEVICE_S
-    # The first of the links that cost the GPU something, and Transformer Engine, are in the second call.
-    in_time = [step.name for line in planned if line.call for step in line.steps]
-    assert {"transformer engine", "bench mixtral, emulated:20GB/s:nccl"} <= set(in_time)
+    # All blocks with whole passes as graphs, and real NCCL between two ranks, are in time.
+    in_time = {step.name for line in planned if line.call for step in line.steps}
+    with_graphs = {step.name for step in STEPS if "--cuda-graph-impl" in step.command}
+    assert with_graphs - in_time == {
+        "bench mixtral, emulated:20GB/s:nccl", "bench paper, emulated:20GB/s:nccl",
+    }  # fmt: skip
+    assert "2 ranks" in in_time
     assert planned[-1].until_s > planning.DEVICE_S + 2 * planning.START_S
 
 
@@ -146,6 +160,9 @@ def test_the_limit_of_partners_follows_from_its_kinds() -> None:
         "Engine",
         "stack, degree 2, CUDA graphs": "needs a GPU",
         "stack, degree 4, CUDA graphs": "needs a GPU",
+        "stack, degree 2, whole graphs": "needs a GPU and layers in 16 bit",
+        "stack, degree 4, whole graphs": "needs a GPU and layers in 16 bit",
+        "partners, megatron-1f1b, whole graphs": "needs a GPU and layers in 16 bit",
     }
 
 

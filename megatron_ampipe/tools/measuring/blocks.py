@@ -33,14 +33,17 @@ from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.exchange.fixed_rows import FixedRows
+from megatron_ampipe.layers.context import WHOLE_PASSES, AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
 from megatron_ampipe.layers.process_groups import make_groups_of_model
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.tools.measuring.bench_job import Variant
+from megatron_ampipe.tools.measuring import megatron_graphs
+from megatron_ampipe.tools.measuring.bench_job import FIXED, GRAPH_MODULES, Variant
 from megatron_ampipe.tools.measuring.grid import Case, model_flags
+from megatron_ampipe.tools.measuring.megatron_graphs import LocalGraphs
 from megatron_ampipe.tools.measuring.meters import StageTimer
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 
@@ -68,9 +71,15 @@ class Layers(torch.nn.Module):
 
     Attributes:
         timer: Runs stages alone, in layers that :meth:`BlockFactory.build_timed` builds.
+        context: What AMPipe's layers share; None in Megatron's.
+        local_graphs: Megatron's own graphs of these layers, if they have any.
+        graph_bytes: Memory that graphs of these layers hold, where it is known.
     """
 
     timer: StageTimer
+    context: AMPipeContext | None = None
+    local_graphs: LocalGraphs | None = None
+    graph_bytes: int = 0
 
     def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
         super().__init__()
@@ -81,10 +90,9 @@ class Layers(torch.nn.Module):
 
     @property
     def moe_layers(self) -> list[MoELayer]:
-        """The MoE layer of each layer."""
+        """The MoE layer of each layer that has one."""
         found = [layer.get_submodule("mlp") for layer in self.layers]
-        assert all(isinstance(layer, MoELayer) for layer in found)
-        return found
+        return [layer for layer in found if isinstance(layer, MoELayer)]
 
     def forward(self, hidden_states: Tensor, **kwargs: object) -> tuple[Tensor, None]:
         """``[S, B, D]`` through all layers to the same shape; arguments as of a layer."""
@@ -160,13 +168,29 @@ class BlockFactory:
             executor=executor,
             kernel=self.kernel,
             wire=None if variant.wire is None else load_wire(variant.wire),
+            fixed_rows=FixedRows() if variant.rows == FIXED else None,
+            graph_modules=_graph_modules(variant),
+            graph_warm_up=1,
         )
         make_groups_of_model(self._config, context, None)
-        return self._with_stock_parameters(self._build(pipelined(self._spec, context)))
+        layers = self._with_stock_parameters(self._build(pipelined(self._spec, context)))
+        layers.context = context
+        return layers
 
     def build_megatron(self, **fields: object) -> Layers:
         """Megatron's own layers with other fields of its configuration, and the stock layers' parameters."""
         return self._with_stock_parameters(self._build(self._spec, **fields))
+
+    def build_with_graphs(self) -> Layers:
+        """Likewise, attention and experts as separate layers, with Megatron's own graphs of parts of them."""
+        specs = [part for layer in self._spec.layer_specs for part in megatron_graphs.divided(layer)]
+        spec = TransformerBlockSubmodules(layer_specs=specs)
+        # Megatron changes the current stream for good.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            built = self._build(spec, **megatron_graphs.fields(GRAPH_MODULES))
+        layers = self._with_stock_parameters(built, name_of=megatron_graphs.divided_name)
+        layers.local_graphs = LocalGraphs(layers)
+        return layers
 
     def build_timed(self, variant: Variant, *, num_passes: int, saved_bytes: int = 0) -> Layers:
         """The same layers, their stages run alone and recorded; see :class:`.StageTimer`."""
@@ -180,9 +204,11 @@ class BlockFactory:
         layers.timer = timer
         return layers
 
-    def _with_stock_parameters(self, layers: Layers) -> Layers:
-        layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
-        shared = dict(self.stock.named_parameters())
+    def _with_stock_parameters(self, layers: Layers, *, name_of: Callable[[str], str] = str) -> Layers:
+        """``name_of`` gives the name of one of the stock layers' tensors in these layers."""
+        state = self.stock.state_dict(keep_vars=True)
+        layers.load_state_dict({name_of(name): value for name, value in state.items()}, assign=True)
+        shared = {name_of(name): parameter for name, parameter in self.stock.named_parameters()}
         assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
         return layers
 
@@ -190,6 +216,12 @@ class BlockFactory:
         layers = Layers(spec, dataclasses.replace(self._config, **fields))
         layers.train()
         return layers.cuda() if self._on_cuda else layers
+
+
+def _graph_modules(variant: Variant) -> frozenset[str]:
+    if not variant.graphs:
+        return frozenset()
+    return WHOLE_PASSES if variant.rows == FIXED else GRAPH_MODULES
 
 
 @torch.no_grad()

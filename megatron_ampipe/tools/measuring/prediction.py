@@ -10,15 +10,16 @@ from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, Exchange, Pipeline, from_text
+from megatron_ampipe.tools.measuring.bench_job import EXACT
 from megatron_ampipe.tools.measuring.grid import Case, block_of_case
 
 
 def predict(document: Report, cluster: Cluster) -> None:
     """Add predictions to a result, from a cluster that was measured on the same machine and link.
 
-    Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1). Every case gets ``choice``, the
-    row with the least predicted time, and ``loss``, how much slower than the fastest row it was. BadInput if
-    the cluster's nodes have another number of ranks.
+    Every row with exact rows and without graphs gets ``predicted_ms`` and ``error`` (predicted / measured -
+    1). Every case gets ``choice``, the one of them with the least predicted time, and ``loss``, how much
+    slower than the fastest of them it was. BadInput if the cluster's nodes have another number of ranks.
     """
     layers, ranks = document["layers"], document["ranks"]
     ranks_per_node = document.get("ranks_per_node") or ranks
@@ -28,11 +29,12 @@ def predict(document: Report, cluster: Cluster) -> None:
     for case in document["cases"]:
         predictor = Predictor(block_of(case, document["ranks"]), cluster)
         case["predicted_stock_ms"] = round(_predicted_ms(Pipeline.of(1), predictor, layers=layers), 4)
-        for row in case["rows"]:
+        known = [row for row in case["rows"] if is_predicted(row)]
+        for row in known:
             row["predicted_ms"] = round(_predicted_ms(pipeline_of(row), predictor, layers=layers), 4)
             row["error"] = round(row["predicted_ms"] / row["ms"] - 1, 4)
-        chosen = min(case["rows"], key=lambda row: row["predicted_ms"])
-        loss = round(chosen["ms"] / min(row["ms"] for row in case["rows"]) - 1, 4)
+        chosen = min(known, key=lambda row: row["predicted_ms"])
+        loss = round(chosen["ms"] / min(row["ms"] for row in known) - 1, 4)
         keys = ("schedule", "cut", "stack", "exchange")
         case["choice"] = {**{key: chosen.get(key) for key in keys}, "loss": loss}
 
@@ -43,10 +45,15 @@ def predict_peaks(document: Report) -> None:
         block = block_of(case, document["ranks"])
         num_layers: int = case.get("layers", 1)
         case["stock_predicted_peak_bytes"] = round(_peak_bytes(block, Pipeline.of(1), num_layers))
-        for row in case["rows"]:
+        for row in filter(is_predicted, case["rows"]):
             pipeline = pipeline_of(row)
             block_of_row = replace(block, exchange=pipeline.exchange)
             row["predicted_peak_bytes"] = round(_peak_bytes(block_of_row, pipeline, num_layers))
+
+
+def is_predicted(row: ReportView) -> bool:
+    """Whether predictions know what a row measured: not padding of fixed rows, and no graphs."""
+    return row.get("rows", EXACT) == EXACT and not row.get("graphs")
 
 
 def _peak_bytes(block: Block, pipeline: Pipeline, num_layers: int) -> float:

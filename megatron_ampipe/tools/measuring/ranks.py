@@ -167,8 +167,10 @@ class Rank[Job: RankJob]:
             expert_model_parallel_size=self.job.num_ranks,
             create_gloo_process_groups=not self.job.emulates_peers,
         )
-        # Those of Transformer Engine, where it is installed, can be captured in CUDA graphs.
-        model_parallel_cuda_manual_seed(self.job.seed, te_rng_tracker=self.job.on_cuda)
+        # Random states that CUDA graphs can capture; those of Transformer Engine, where it is installed.
+        model_parallel_cuda_manual_seed(
+            self.job.seed, te_rng_tracker=self.job.on_cuda, use_cudagraphable_rng=self.job.on_cuda
+        )
         # A pipeline does this in training; here it is done before any timing, so Megatron's layer has it too.
         demote_gloo_threads()
         return emulation

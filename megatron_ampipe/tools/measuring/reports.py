@@ -26,7 +26,8 @@ class VariantReport(PassTimes):
         alone: The passes in which stages ran alone.
         apart_s: By direction, the seconds of each of these passes between stages.
         difference: The largest relative difference from Megatron's layer, over tensors and ranks.
-        peak_bytes: The peak of the bytes that a pass allocates.
+        peak_bytes: The peak of the bytes that a pass allocates, with those that graphs hold.
+        graph_bytes: Those that graphs hold between passes, on a GPU.
     """
 
     stages: dict[str, dict[str, list[float]]] | None
@@ -36,6 +37,7 @@ class VariantReport(PassTimes):
     apart_s: dict[str, list[float]] | None
     difference: float
     peak_bytes: int
+    graph_bytes: int
 
 
 class CaseReport(TypedDict):

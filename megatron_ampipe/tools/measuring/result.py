@@ -24,7 +24,7 @@ from megatron_ampipe.files import inputs, outputs
 from megatron_ampipe.files.outputs import Report, ReportView
 from megatron_ampipe.plan.simulate import direction_bound
 from megatron_ampipe.schedule import KEEP, Exchange, Stage, stage_from_text, to_text
-from megatron_ampipe.tools.measuring.bench_job import CONTROL, BenchJob, Variant
+from megatron_ampipe.tools.measuring.bench_job import CONTROL, EXACT, BenchJob, Variant
 from megatron_ampipe.tools.measuring.reports import CaseReport, VariantReport
 
 FORMAT, TRAINING_FORMAT = "ampipe-bench-1", "ampipe-training-1"
@@ -121,6 +121,8 @@ def described(variant: Variant, job: BenchJob) -> Report:
         "exchange": pipeline.exchange,
         "wire": variant.wire,
         "partner": None if pipeline.partner is None else pipeline.partner.order,
+        "rows": variant.rows,
+        "graphs": variant.graphs,
         # A custom one: a name says nothing to a reader who lacks the function.
         **({} if pipeline.order is None else {"order": to_text(pipeline.order)}),
     }
@@ -149,6 +151,7 @@ def _figures(ranks: Sequence[VariantReport]) -> Report:
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "graph_bytes": max(rank["graph_bytes"] for rank in ranks),
         "wire_bytes": round(statistics.median(sums)) if sums else None,
         **({"wire_bytes_by_class": by_class} if len(by_class) > 1 else {}),
     }
@@ -195,8 +198,17 @@ def _bound_us(
 _OF_DOCUMENT = ("grid", "link", "emulated", "pretended", "ranks", "ranks_per_node", "device")
 _OF_ROW = (
     *("schedule", "degree", "backward_degree", "stack", "memory", "exchange", "wire", "partner"),
+    *("rows", "graphs"),
     *("ms", "iterations_per_s", "speedup", "speedup_p10", "speedup_p90", "spread", "difference_seen"),
-    *("bound_ms", "bound_share", "peak_bytes", "predicted_peak_bytes", "wire_bytes", "wire_bytes_inter"),
+    *(
+        "bound_ms",
+        "bound_share",
+        "peak_bytes",
+        "graph_bytes",
+        "predicted_peak_bytes",
+        "wire_bytes",
+        "wire_bytes_inter",
+    ),
     *("difference_from_stock", "loss_difference", "predicted_ms", "error"),
 )
 _COLUMNS_OF_CSV = (*_OF_DOCUMENT, "hardware", "commit", "layers", "case", *_OF_ROW)
@@ -297,6 +309,10 @@ def variant_text(row: ReportView) -> str:
         if row.get(name, usual) != usual:
             parts.append(f"{name} {row[name]}")
     parts += [f"{name} {row[name]}" for name in ("wire", "partner") if row.get(name) is not None]
+    if row.get("rows", EXACT) != EXACT:
+        parts.append(f"rows {row['rows']}")
+    if row.get("graphs"):
+        parts.append("CUDA graphs")
     return ", ".join(parts)
 
 
@@ -335,6 +351,8 @@ _COLUMNS: dict[str, Callable[[ReportView], str]] = {
     "exchange": _choice("exchange", Exchange.ROWS),
     "wire": _choice("wire", None),
     "partner": _choice("partner", None),
+    "rows": _choice("rows", EXACT),
+    "graphs": lambda row: "yes" if row.get("graphs") else "",
     "degree": lambda row: "" if "spread" in row else row.get("cut", ""),
     "ms": _figure("ms", "{:.2f}"),
     "iterations/s": _figure("iterations_per_s", "{:.3f}"),

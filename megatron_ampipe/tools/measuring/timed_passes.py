@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,14 @@ from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.runtime.executors import ThreadExecutor
-from megatron_ampipe.tools.measuring.bench_job import PEAK_PASSES, BenchJob, Variant
+from megatron_ampipe.tools.measuring import megatron_graphs
+from megatron_ampipe.tools.measuring.bench_job import (
+    FIXED,
+    PEAK_PASSES,
+    STOCK_GRAPHS,
+    BenchJob,
+    Variant,
+)
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory, Layers
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.meters import (
@@ -33,6 +41,7 @@ from megatron_ampipe.tools.measuring.meters import (
     sent_bytes_by_class,
     stage_times,
 )
+from megatron_ampipe.tools.measuring.prepared import prepare, require_budgets
 from megatron_ampipe.tools.measuring.ranks import Rank, RankJob
 from megatron_ampipe.tools.measuring.reports import CaseReport, PassTimes, VariantReport
 from megatron_ampipe.tools.measuring.tolerance import Tolerance
@@ -40,27 +49,37 @@ from megatron_ampipe.tools.measuring.tolerance import Tolerance
 
 def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> CaseReport:
     """Measure one case; ``variants`` are what is compared, stock first."""
+    with ExitStack() as prescribed:
+        return _measure(rank, case, variants, prescribed)
+
+
+def _measure(
+    rank: Rank[BenchJob], case: Case, variants: Sequence[Variant], prescribed: ExitStack
+) -> CaseReport:
     job = rank.job
     factory = BlockFactory(rank, case, layers=job.layers)
     passes = Passes(rank, case)
-    layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
-    difference = compare(passes, layers, variants, rank=rank.number, case=case)
-    timed = [
-        factory.build_timed(variant, num_passes=job.repeats, saved_bytes=job.link.burst_bytes)
-        if variant.pipelined
-        else None
-        for variant in variants
-    ]
+    experts = Experts(case, variants, prescribed)
+    layers = [factory.stock, *(_built(factory, variant) for variant in variants[1:])]
+    difference = compare(passes, layers, variants, rank=rank.number, case=case, experts=experts)
+    timed = _timed(rank, factory, variants)
     # In passes that are not timed.
     meter: TensorMeter | None = None
     watched = layers
     if not job.on_cuda:
         meter = TensorMeter()
         executor = WatchedExecutor(ThreadExecutor(), meter)
-        watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
+        watched = [
+            factory.build(replace(variant, graphs=False), executor=executor) if variant.pipelined else layer
+            for variant, layer in zip(variants, layers, strict=True)
+        ]
+    for layer in dict.fromkeys([*filter(None, timed), *watched]):
+        if layer not in layers:
+            experts.prescribe(layer)
+            passes.prepare(layer)
     peaks = [passes.peak_bytes(layer, meter=meter) for layer in watched]
     for _ in range(job.warmup):
-        for layer in (*layers, *filter(None, timed)):
+        for layer in dict.fromkeys([*layers, *filter(None, timed)]):
             passes.run(layer)
     samples: list[list[PassSample]] = [[] for _ in layers]
     alone: list[list[PassSample]] = [[] for _ in layers]
@@ -70,27 +89,56 @@ def measure(rank: Rank[BenchJob], case: Case, variants: Sequence[Variant]) -> Ca
             samples[index].append(passes.run(layers[index]))
         for index in order:
             timed_layer = timed[index]
-            if timed_layer is not None:
+            # Variants that differ in graphs alone have the same stages.
+            if timed_layer is not None and timed.index(timed_layer) == index:
                 timed_layer.timer.recorder.start_iteration(repeat)
                 alone[index].append(passes.run(timed_layer))
                 timed_layer.timer.recorder.pause()
+    for layer, variant in zip(layers, variants, strict=True):
+        if layer.context is not None and variant.rows == FIXED:
+            name = f"case {case.name}, {variant}"
+            require_budgets(layer.context, device=torch.device(job.device), name=name)
+        if layer.local_graphs is not None:
+            layer.local_graphs.free()
 
     entries: list[VariantReport] = []
     for index, timed_layer in enumerate(timed):
         timer = None if timed_layer is None else timed_layer.timer
+        first = index if timed_layer is None else timed.index(timed_layer)
         entries.append(
             {
                 **_by_field(samples[index]),
                 "stages": None if timer is None else stage_times(timer.recorder),
                 "needs": None if timer is None else timer.needs,
                 "issued_us": None if timer is None else timer.issued_us(),
-                "alone": None if timer is None else _by_field(alone[index]),
+                "alone": None if timer is None else _by_field(alone[first]),
                 "apart_s": None if timer is None else _after_warmup(timer.apart_s, job.warmup),
                 "difference": difference[index],
-                "peak_bytes": peaks[index],
+                "peak_bytes": peaks[index] + layers[index].graph_bytes,
+                "graph_bytes": layers[index].graph_bytes,
             }
         )
     return {"kernel": factory.kernel, "fused_gradients": factory.fused_gradients, "variants": entries}
+
+
+def _built(factory: BlockFactory, variant: Variant) -> Layers:
+    """The layers of a variant that is not stock; with Megatron's own graphs, its layers."""
+    return factory.build_with_graphs() if variant.schedule == STOCK_GRAPHS else factory.build(variant)
+
+
+def _timed(rank: Rank[BenchJob], factory: BlockFactory, variants: Sequence[Variant]) -> list[Layers | None]:
+    """Layers that run the stages of each variant alone; the same where variants differ in graphs alone."""
+    job = rank.job
+    built: dict[Variant, Layers] = {}
+    timed: list[Layers | None] = []
+    for variant in variants:
+        staged = replace(variant, graphs=False)
+        if variant.pipelined and staged not in built:
+            built[staged] = factory.build_timed(
+                staged, num_passes=job.repeats, saved_bytes=job.link.burst_bytes
+            )
+        timed.append(built.get(staged))
+    return timed
 
 
 def _by_field(samples: Sequence[PassSample]) -> PassTimes:
@@ -138,10 +186,13 @@ class Passes:
         """One timed pass."""
         return self._run(layer)[0]
 
-    def results(self, layer: Layers, chosen: list[Tensor] | None = None) -> dict[str, Tensor]:
-        """Everything that one pass computes, by name; with ``chosen`` experts, see :func:`same_experts`."""
-        with nullcontext() if chosen is None else same_experts(layer, chosen):
-            _, output, hidden = self._run(layer)
+    def prepare(self, layer: Layers) -> None:
+        """Learn budgets and capture graphs; sets the bytes that graphs hold."""
+        layer.graph_bytes = prepare(layer, self.run, on_cuda=self.on_cuda)
+
+    def results(self, layer: Layers) -> dict[str, Tensor]:
+        """Everything that one pass computes, by name."""
+        _, output, hidden = self._run(layer)
         assert hidden.grad is not None
         tensors = {"output": output.detach(), "gradient of the input": hidden.grad}
         for name, parameter in layer.named_parameters():
@@ -174,8 +225,13 @@ class Passes:
     def _run(self, layer: torch.nn.Module) -> tuple[PassSample, Tensor, Tensor]:
         _clear_gradients(layer)
         hidden = self._hidden.detach().requires_grad_()
+        graphs = getattr(layer, "local_graphs", None)
         gc.collect()
         gc.disable()
+        with nullcontext() if graphs is None else graphs.step():
+            return self._one(layer, hidden)
+
+    def _one(self, layer: torch.nn.Module, hidden: Tensor) -> tuple[PassSample, Tensor, Tensor]:
         try:
             sent_before = sent_bytes_by_class() if self._counts_wire else {}
             barrier(on_cuda=self.on_cuda)
@@ -204,19 +260,61 @@ def _clear_gradients(layer: torch.nn.Module) -> None:
             parameter.main_grad.zero_()
 
 
+class Experts:
+    """Which experts layers use: those that stock chooses for the first pass, or each layer's own choice.
+
+    Prescribed where a difference could come from rounding. If a variant has CUDA graphs, which keep the
+    choice of their capture, they are prescribed in all passes of all layers; else only where the results of
+    passes are compared.
+
+    Args:
+        case: What is measured.
+        variants: What is compared.
+        prescribed: Ends what this begins.
+    """
+
+    def __init__(self, case: Case, variants: Sequence[Variant], prescribed: ExitStack) -> None:
+        self._is_rounded = case.dtype != "fp32"
+        self._stays = self._is_rounded and any(variant.graphs for variant in variants)
+        self._prescribed = prescribed
+        self._chosen: list[Tensor] = []
+
+    def of_results(self, layer: Layers, variant: Variant) -> AbstractContextManager[None]:
+        """A context in which the results of a variant can be compared; stock comes first."""
+        if not self._chosen:
+            return same_experts(layer, self._chosen)
+        is_rounded = self._is_rounded or variant.wire is not None
+        return same_experts(layer, self._chosen) if is_rounded and not self._stays else nullcontext()
+
+    def prescribe(self, layer: Layers) -> None:
+        """Prescribe the experts of a layer in all later passes, if any variant has graphs."""
+        if self._stays:
+            self._prescribed.enter_context(same_experts(layer, self._chosen))
+
+
 def compare(
-    passes: Passes, layers: Sequence[Layers], variants: Sequence[Variant], *, rank: int, case: Case
+    passes: Passes,
+    layers: Sequence[Layers],
+    variants: Sequence[Variant],
+    *,
+    rank: int,
+    case: Case,
+    experts: Experts,
 ) -> list[float]:
     """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
-    chosen: list[Tensor] = []
-    expected = passes.results(layers[0], chosen)
+    with experts.of_results(layers[0], variants[0]):
+        expected = passes.results(layers[0])
     largest = []
     for layer, variant in zip(layers, variants, strict=True):
         allowed = Tolerance.of(case.dtype, variant.wire)
-        rounded = case.dtype != "fp32" or variant.wire is not None
-        results = passes.results(layer, chosen if rounded else None)
+        experts.prescribe(layer)
+        if variant.prepares:
+            passes.prepare(layer)
+        with experts.of_results(layer, variant):
+            results = passes.results(layer)
         differences = {
-            name: relative_difference(expected[name], results[name], allowed.order) for name in expected
+            name: relative_difference(value, results[renamed(name, variant)], allowed.order)
+            for name, value in expected.items()
         }
         name = max(differences, key=differences.__getitem__)
         worst = torch.tensor(differences[name], dtype=torch.float64, device=expected["output"].device)
@@ -229,6 +327,14 @@ def compare(
                 "measured."
             )
     return largest
+
+
+def renamed(name: str, variant: Variant) -> str:
+    """The name in a variant's results of one of stock's results."""
+    before = "gradient of layers."
+    if variant.schedule == STOCK_GRAPHS and name.startswith(before):
+        return "gradient of " + megatron_graphs.divided_name(name.removeprefix("gradient of "))
+    return name
 
 
 @contextmanager
