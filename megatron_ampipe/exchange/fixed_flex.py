@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.exchange.fixed_rows import BudgetedChunk, ChunkRows, ExpertOffsets, ReceivedRows
-from megatron_ampipe.exchange.flex import DeepEPTransport, FlexChunk, HybridEPTransport
+from megatron_ampipe.exchange.flex import FlexChunk, FlexTransport, HybridEPTransport
 
 
 class FixedHybridEPChunk(BudgetedChunk, FlexChunk):
@@ -34,7 +34,7 @@ class FixedHybridEPChunk(BudgetedChunk, FlexChunk):
         version = super().budget_version(num_chunks)
         return None if version is None else version + HybridEPTransport.num_growths
 
-    def transport(self) -> DeepEPTransport | HybridEPTransport:
+    def transport(self) -> FlexTransport:
         """As in ``FlexChunk``; with a budget its rows are known before the counts."""
         if self._transport is None and self._budget is not None:
             budget = self._budget.received_by(self.counts_group.rank())

@@ -1,4 +1,4 @@
-"""Megatron's flex dispatcher for one chunk, and its exchange of tokens through DeepEP or HybridEP.
+"""Megatron's flex dispatcher for one chunk, and its exchange of tokens through DeepEP, HybridEP or NCCL EP.
 
 DeepEP's buffer counts tokens, permutes them by rank and exchanges them in one call; each rank with experts of
 a token gets it once. HybridEP's buffer also sorts them by expert. This code has not run on the hardware that
@@ -18,6 +18,7 @@ from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from torch import Tensor
 
+from megatron_ampipe.exchange.nccl_ep import NCCLEPTransport
 from megatron_ampipe.runtime.collectives import HostCopy, Transfer
 from megatron_ampipe.schedule.features import counts_inside
 
@@ -33,13 +34,15 @@ class FlexChunk(MoEFlexTokenDispatcher):
     """The flex dispatcher of one chunk, with the methods of :class:`~.packing.AllToAllChunk`.
 
     Within a node, DeepEP is given the number of received rows. With more ranks it counts the tokens in the
-    call that sends them, as does HybridEP unless it has a budget of rows.
+    call that sends them, as do NCCL EP, and HybridEP unless it has a budget of rows.
     """
 
     num_spare: ClassVar = 0
+    num_tokens = 0
+    """Of all chunks of the micro-batch."""
     splits: tuple[int, list[int]] | None = None
     """The received counts: ``R``, and the tokens of each local expert; as in ``AllToAllChunk``."""
-    _transport: DeepEPTransport | HybridEPTransport | None = None
+    _transport: FlexTransport | None = None
     _stock: MoEFlexTokenDispatcher | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -93,10 +96,13 @@ class FlexChunk(MoEFlexTokenDispatcher):
         """Set the counts of all ranks ``[P * (E + P)]``; :meth:`transport` waits for them on the host."""
         self._gathered = HostCopy(gathered)
 
-    def transport(self) -> DeepEPTransport | HybridEPTransport:
+    def transport(self) -> FlexTransport:
         """The transport of the chunk; the same object, which keeps a handle, for all calls."""
         if self._transport is None:
             manager = self._comm_manager
+            if self.config.moe_flex_dispatcher_backend == "ncclep":
+                self._transport = NCCLEPTransport(manager, self.num_tokens)
+                return self._transport
             if self.config.moe_flex_dispatcher_backend == "hybridep":
                 self._transport = HybridEPTransport(manager)
                 return self._transport
@@ -126,6 +132,13 @@ class FlexChunk(MoEFlexTokenDispatcher):
             manager.dispatched_indices = transport.received_experts
         outputs: tuple[Tensor, ...] = super().dispatch_postprocess(hidden_states, probs)
         return outputs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """As in the stock dispatcher; NCCL EP's transport adds the rows that its memory has besides these."""
+        if isinstance(self._transport, NCCLEPTransport):
+            return hidden_states
+        restored: Tensor = super().combine_preprocess(hidden_states)
+        return restored
 
 
 class DeepEPBuffer(Protocol):
@@ -321,3 +334,6 @@ class HybridEPTransport:
         """The options of the first call; older versions of HybridEP have no option for fused kernels."""
         options = {"handle": self._handle, "pad_multiple": self._manager.pad_multiple}
         return options | ({fuse: True} if self._manager.config.moe_permute_fusion_into_hybridep else {})
+
+
+FlexTransport = DeepEPTransport | HybridEPTransport | NCCLEPTransport

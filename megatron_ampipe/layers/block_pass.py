@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.codecs import Condensed
 from megatron_ampipe.exchange.fixed_rows import BudgetedChunk
+from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, random_states
 from megatron_ampipe.layers.fixed_experts import ExpertWeights
@@ -94,6 +95,8 @@ class BlockPass:
         )
         # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
         dispatcher = block.dispatcher(block.context.pipeline.exchange)
+        if isinstance(dispatcher, FlexChunk):
+            dispatcher.num_tokens = self._num_rows * self._batch
         if block.context.fixed_rows is not None:
             assert isinstance(dispatcher, BudgetedChunk)
             count = len(self.chunks)

@@ -30,7 +30,8 @@ def make_dispatcher(layer: TransformerLayer, exchange: Exchange, ranks_per_node:
         return AllGatherChunk(*local_experts, config=config, pg_collection=groups)
     if config.moe_token_dispatcher_type == "flex":
         chunk = FlexChunk(*local_experts, config=config, pg_collection=groups)
-        if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
+        factor = getattr(config, "moe_expert_rank_capacity_factor", None)
+        if factor is not None and config.moe_flex_dispatcher_backend == "hybridep":
             chunk.share_budget(moe.token_dispatcher)
         return chunk
     nodes = None

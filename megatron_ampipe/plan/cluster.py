@@ -309,12 +309,16 @@ class Cluster:
         value = (figures or {}).get(key)
         if value is None:
             rule, remedy = "is missing, and this block needs it", "Add it, or measure with ampipe profile."
+            all_to_all = (
+                "Use --moe-token-dispatcher-type alltoall (ampipe plan --set "
+                "moe-token-dispatcher-type=alltoall)"
+            )
             if key in get_args(FlexBackend):
-                remedy = (
-                    "Use --moe-token-dispatcher-type alltoall (ampipe plan --set "
-                    "moe-token-dispatcher-type=alltoall), or add it, as measured by DeepEP's own tests; see "
-                    "configs/clusters/dgx-h100.yaml."
-                )
+                added = "or add it, as measured by DeepEP's own tests; see configs/clusters/dgx-h100.yaml."
+                remedy = f"{all_to_all}, {added}"
+            elif key == "ncclep":
+                # Cluster files have no figures of it.
+                remedy = f"{all_to_all}."
             self.refuse(f"{section}.{key}", rule, remedy)
         return value
 

@@ -492,6 +492,19 @@ FLEXES = cases("flex-", {"stock": ALL_TO_ALL}, {
     },
 })  # fmt: skip
 
+NCCL_EP = FLEX | {"moe_flex_dispatcher_backend": "ncclep", "moe_expert_rank_capacity_factor": 2.0}
+NOT_NCCL_EP = ALL_TO_ALL | {"moe_flex_dispatcher_backend": "deepep", "moe_expert_rank_capacity_factor": None}
+FLEXES += cases("flex-ncclep-", {"stock": NOT_NCCL_EP, "model": LARGE | NCCL_EP}, {
+    "degree2": {"degree": 2},
+    "degree4-2-shared": {"backward_degree": 2, "batch": 3, "model": LARGE | NCCL_EP | SHARED},
+    "ep4": {"world_size": 4, "shares": (0.6, 0.4), "degree": 2},
+    "of-stock": {"model": NCCL_EP, "stock": {"moe_expert_rank_capacity_factor": 4.0}},
+    "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | NCCL_EP | MOE_AGAIN},
+    "stack-recompute": RECOMPUTED | {"model": LARGE | NCCL_EP},
+    "memory": {"memory": "rebuild/S3/offload/keep"},
+    "tp-experts-lancet": {"parallel": TP_EXPERTS, "schedule": "lancet", "degree": 2},
+})  # fmt: skip
+
 # The fused kernels refuse to choose no row. Compared with a stock layer without them.
 FUSED = {"moe_permute_fusion": True, "num_moe_experts": 8}
 NOT_FUSED = {"moe_permute_fusion": False}

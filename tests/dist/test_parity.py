@@ -15,7 +15,7 @@ import torch
 
 from megatron_ampipe.files.timeline import COMPUTE, StageSpan
 from megatron_ampipe.schedule import KEEP
-from tests import deep_ep_standin, te_permutation_standin
+from tests import te_ep_standin, te_permutation_standin
 from tests.dist.cases import AGAIN, PARITY, SCATTERED, Case
 from tests.golden.write import FOLDER
 
@@ -28,8 +28,14 @@ CASES = sorted(PARITY, key=lambda case: str(case.parallel))
 
 @pytest.fixture(autouse=True, scope="module")
 def _stand_ins() -> None:
-    deep_ep_standin.install()
+    te_ep_standin.install()
     te_permutation_standin.install()
+
+
+@pytest.fixture(autouse=True)
+def _other_context() -> None:
+    """NCCL EP has one for the process, and cases have other sizes."""
+    te_ep_standin.ep_finalize()
 
 
 def collectives(spans: Sequence[StageSpan]) -> dict[str, str]:

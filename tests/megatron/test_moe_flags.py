@@ -111,8 +111,8 @@ _PARSERS = {"core/transformer/transformer_config.py", "training/arguments.py", "
 TESTED = {flag: means for means, flags in _FLAGS.items() for flag in flags.split()}
 REFUSED = {
     "--moe-hybridep-pad-uneven-dispatch-inputs": "--moe-token-dispatcher-type",
-    "--moe-ncclep-static-shape": "--moe-flex-dispatcher-backend",
-    "--moe-ncclep-zero-copy": "--moe-flex-dispatcher-backend",
+    "--moe-ncclep-static-shape": "--moe-ncclep-static-shape",
+    "--moe-ncclep-zero-copy": "--moe-ncclep-zero-copy",
     "--moe-paged-stash-page-size": "--moe-paged-stash",
     "--moe-paged-stash-buffer-size-factor-cuda": "--moe-paged-stash",
     "--moe-paged-stash-buffer-size-factor-cpu": "--moe-paged-stash",

@@ -26,6 +26,7 @@ ACCEPTED = [
 ]
 """A command line that AMPipe accepts; every row is added to it."""
 
+NCCLEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep"
 HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --transformer-impl transformer_engine"
 REFUSED = {
@@ -50,7 +51,8 @@ REFUSED = {
     "--moe-token-dispatcher-type (2)": [
         "flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-pad-uneven-dispatch-inputs",
     ],
-    "--moe-flex-dispatcher-backend": ["ncclep --moe-token-dispatcher-type flex"],
+    "--moe-ncclep-zero-copy": [f"{NCCLEP} --moe-ncclep-static-shape"],
+    "--moe-ncclep-static-shape": [NCCLEP],
     "--skip-train": ["--ampipe-degree auto"],
     "--fp8-format": [
         f"{name} --fp8-recipe blockwise --transformer-impl local" for name in ("e4m3", "hybrid")

@@ -10,7 +10,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import DeepEPTransport, FlexChunk, HybridEPTransport
+from megatron_ampipe.exchange.nccl_ep import NCCLEPTransport
 
 
 class FakeBuffer:
@@ -89,3 +91,25 @@ def test_no_layer_compiles_what_another_has_compiled(monkeypatch: pytest.MonkeyP
         found.append(counter.frame_count)
     # Once for the first number of rows, and once for any.
     assert found == [1, 1] + [2] * (len(found) - 2)
+
+
+def test_nccl_eps_context_is_made_for_all_chunks_and_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import fused_a2a
+
+    library, made = SimpleNamespace(_BOOTSTRAPPED=False), []
+    monkeypatch.setattr(fused_a2a, "te_ep", library, raising=False)
+    monkeypatch.setattr(NCCLEPTransport, "_context_tokens", 0)
+    manager: Any = SimpleNamespace(num_local_tokens=8)
+
+    def bootstrap() -> None:
+        made.append(manager.num_local_tokens)
+        library._BOOTSTRAPPED = True
+
+    manager._ensure_bootstrap = bootstrap
+    NCCLEPTransport(manager, 32)._make_context()
+    # The sizes of a later pass are those of the context, too.
+    NCCLEPTransport(manager, 64)._make_context()
+    assert made == [32, 32] and manager.num_local_tokens == 8
+    manager.num_local_tokens = 48
+    with pytest.raises(BadInput, match="a chunk has 48 tokens, and NCCL EP's only context was made for 32"):
+        NCCLEPTransport(manager, 96)._make_context()

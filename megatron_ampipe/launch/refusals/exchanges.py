@@ -45,14 +45,14 @@ def _joins_copies(args: Arguments) -> bool:
 
 EXCHANGES: tuple[Refusal, ...] = (
     Refusal(
-        "--moe-flex-dispatcher-backend",
-        "its zero-copy mode has one buffer for all calls, which chunks in flight would overwrite; without "
-        "that mode, this backend is not supported yet",
-        "Use --moe-flex-dispatcher-backend hybridep or deepep, or --moe-token-dispatcher-type alltoall.",
-        lambda args: (
-            args.moe_token_dispatcher_type == "flex"
-            and args.moe_flex_dispatcher_backend not in ("deepep", "hybridep")
-        ),
+        "--moe-ncclep-zero-copy",
+        "it has one buffer for all calls, which chunks in flight would overwrite",
+        "Leave out --moe-ncclep-zero-copy.",
+    ),
+    Refusal(
+        "--moe-ncclep-static-shape",
+        "NCCL EP has one capacity for all calls, so every chunk would keep the rows of the whole sequence",
+        "Leave out --moe-ncclep-static-shape.",
     ),
     Refusal(
         "--moe-token-dispatcher-type",
