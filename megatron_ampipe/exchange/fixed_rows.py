@@ -123,7 +123,7 @@ class ChunkRows:
         if self.window is None:
             return
         counts: Counts = self.window.tolist()
-        if not any(map(any, counts)):
+        if self.budget is not None and not any(map(any, counts)):
             return
         learned = budget_of(counts, margin=margin)
         if may_shrink:

@@ -313,12 +313,11 @@ def test_hooks_of_parameters_run_in_every_pass_and_in_its_order() -> None:
 
 
 NUM_MICROBATCHES = 4
+FUSED = LARGE | {"gradient_accumulation_fusion": True}
 PARTNERED = {
     "stack": (Partner(), {}, 0),
-    "degree2": (Partner(2), {}, 0),
-    "lancet-recomputed": (Partner(), {"schedule": "lancet", "recompute": 1}, 0),
-    "fused": (Partner(), {"model": LARGE | {"gradient_accumulation_fusion": True}}, 1),
-    "cuda-executor": (Partner(), {"executor": "cuda"}, 1),
+    "degree2-lancet-recomputed": (Partner(2), {"schedule": "lancet", "recompute": 1}, 0),
+    "fused-cuda-executor": (Partner(), {"executor": "cuda", "model": FUSED}, 1),
 }
 """Partner, what is changed in the case, and layers that share a schedule."""
 

@@ -42,7 +42,7 @@ def _other_exchange(args: Arguments) -> str | None:
 
 
 def _single_products(args: Arguments) -> str | None:
-    """The flag with which each expert is a product of its own size, which the host must know."""
+    """The flag with which each expert has a separate product, whose size the host must know."""
     if args.transformer_impl in (None, "local"):
         # Grouped products of torch run in place of Megatron's local experts.
         return None
