@@ -26,7 +26,6 @@ from tests.dist.cases import (
     Case,
 )
 from tests.dist.test_cuda_graphs import INTERLEAVED, MOVED, ORDERS, move_parameters
-from tests.dist.test_memory import case as sized_case
 
 TOLERANCE = 1e-5
 PASSES = 5
@@ -184,37 +183,6 @@ def test_several_micro_batches_in_flight(orders: list[str], stack: int) -> None:
             set_budgets(state)
         assert not exceeds(state), "the budgets of the test are too small"
     assert cuda_graph_standin.REPLAYS and cuda_graph_standin.num_reused()
-
-
-# Without a router that draws its choices.
-LARGE_TENSORS: dict[str, Any] = {"fixed_rows": True, "executor": "sequential", "degree": 2, "layers": "mmm"}
-LARGE_TENSORS |= {"also": {"moe_router_force_load_balancing": False}}
-POOLS_OF = [
-    sized_case("stack", **LARGE_TENSORS),
-    sized_case("blocks", stack=1, model="top2-swiglu-losses", **LARGE_TENSORS),
-]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", POOLS_OF, ids=lambda case: case.name)
-def test_pools_are_as_large_as_predicted(case: Case) -> None:
-    """For two micro-batches in flight, each with graphs of all stacks."""
-    from megatron_ampipe.plan.memory import stage_bytes
-    from tests.dist.micro_batches import step_in_order
-    from tests.dist.test_memory import block_of, expect_budgets
-
-    _, ours, _ = captured(case)
-    expect_budgets(case, ours)
-    for _ in range(2):
-        ours.zero_grad()
-        step_in_order(ours, case, "F0 F1 B0 B1")
-    pools = [cuda_graph_standin.POOLS[pool] for pool in set(cuda_graph_standin.REPLAYS)]
-    num_stacks = 1 if case.pipeline.stack == 0 else len(case.layers)
-    assert len(pools) == 2 * num_stacks
-    size = sum(len(block.memory) for pool in pools for block in pool)
-    block = dataclasses.replace(block_of(case), captures_passes=True)
-    predicted = stage_bytes(block, case.pipeline, num_layers=len(case.layers), passes=2, local=True)
-    assert predicted == pytest.approx(size, rel=0.1)
 
 
 @pytest.mark.ranks(2)
