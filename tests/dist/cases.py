@@ -498,7 +498,8 @@ FLEXES += cases("flex-ncclep-", {"stock": NOT_NCCL_EP, "model": LARGE | NCCL_EP}
     "degree2": {"degree": 2},
     "degree4-2-shared": {"backward_degree": 2, "batch": 3, "model": LARGE | NCCL_EP | SHARED},
     "ep4": {"world_size": 4, "shares": (0.6, 0.4), "degree": 2},
-    "of-stock": {"model": NCCL_EP, "stock": {"moe_expert_rank_capacity_factor": 4.0}},
+    # Both use one context, so both have one factor.
+    "of-stock": {"model": NCCL_EP | {"moe_expert_rank_capacity_factor": 4.0}, "stock": {}},
     "cuda-executor-recompute": {"executor": "cuda", "model": LARGE | NCCL_EP | MOE_AGAIN},
     "stack-recompute": RECOMPUTED | {"model": LARGE | NCCL_EP},
     "memory": {"memory": "rebuild/S3/offload/keep"},

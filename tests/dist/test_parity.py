@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ampipe.exchange.nccl_ep import NCCLEPTransport
 from megatron_ampipe.files.timeline import COMPUTE, StageSpan
 from megatron_ampipe.schedule import KEEP
 from tests import te_ep_standin, te_permutation_standin
@@ -36,6 +37,7 @@ def _stand_ins() -> None:
 def _other_context() -> None:
     """NCCL EP has one for the process, and cases have other sizes."""
     te_ep_standin.ep_finalize()
+    NCCLEPTransport._context_tokens = 0
 
 
 def collectives(spans: Sequence[StageSpan]) -> dict[str, str]:
