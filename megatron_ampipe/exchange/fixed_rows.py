@@ -2,7 +2,7 @@
 
 With ``--ampipe-rows fixed`` a rank sends as many rows to another rank as their *budget* says, whatever the
 router has chosen. Rows after the counted ones are padding. All index arithmetic has sizes that are known
-before the batch, and the host reads nothing. Padding is selected away and never multiplied by zero, so that
+before the batch, and the host reads nothing. Padding is never read or multiplied by zero, so that
 NaN in it reaches no result.
 
 Rows that do not fit are not sent. Every rank of the group knows all counts, so each sees that
@@ -31,8 +31,8 @@ from megatron_ampipe.schedule.row_budget import rows_of_budget
 # sent with padding, R rows that arrive with padding, Q rows sorted by expert with padding, S ranks that share
 # an expert.
 
-PADDING = 0.0
-"""What padding holds; no result depends on it. Tests set it to NaN."""
+PADDING: float | None = None
+"""What padding is filled with; None leaves there what there is. No result depends on it; tests set NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +283,10 @@ class _Order(NamedTuple):
 
     source: Tensor
     """``[N]``: the row of the other order at each place; any where there is none."""
-    is_padding: Tensor
-    """``[N]`` bool: whether there is none."""
-    filler: float
-    """What is there."""
+    is_padding: Tensor | None
+    """``[N]`` bool: whether there is none; None if the row of ``source`` stays there."""
+    filler: float = 0.0
+    """With what these places are filled otherwise."""
 
 
 class _Arrival(NamedTuple):
@@ -377,22 +377,23 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         slots = self._rows.sent
         assert slots is not None
         per_rank = per_expert.view(self._num_ranks, self._num_local).sum(dim=1)
-        self._is_padding = slots.place >= per_rank[slots.rank]
+        is_padding = slots.place >= per_rank[slots.rank]
         begins = per_rank.cumsum(dim=0) - per_rank
-        copies = torch.where(self._is_padding, 0, begins[slots.rank] + slots.place)
+        copies = torch.where(is_padding, 0, begins[slots.rank] + slots.place)
         # A stable sort puts marked entries first, by expert and then by token.
         marks = routing_map.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[copies]
-        self._token = marks % num_tokens
-        chosen = self._token * num_experts + marks // num_tokens
-        row_probs = _padded(probs.reshape(-1).index_select(0, chosen), self._is_padding)
-        return self.tokens_again(hidden_states), row_probs
+        token = marks % num_tokens
+        chosen = token * num_experts + marks // num_tokens
+        self._token = torch.where(is_padding, num_tokens, token)
+        chosen = torch.where(is_padding, num_tokens * num_experts, chosen)
+        return self.tokens_again(hidden_states), _rows_of(probs.reshape(-1), chosen)
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
         """As in ``AllToAllChunk``."""
         if self._budget is None:
             return super().tokens_again(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return _padded(tokens.index_select(0, self._token), self._is_padding)
+        return _rows_of(tokens, self._token)
 
     def set_counts(self, gathered: Tensor) -> None:
         """Set the counts of all ranks; with a budget nobody waits for them on the host."""
@@ -471,15 +472,18 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         # Padding goes to one more row, which is cut off.
         place = torch.zeros(num_rows + 1, dtype=torch.int64, device=slots.rank.device)
         place = place.scatter(0, source, sorted_places)[:num_rows]
-        pads_received = slots.place >= part_ends[slots.rank, -1]
         source = torch.where(pads_sorted, 0, source)
         ends = piece_ends.view(self._num_local, -1)[:, -1]
         # Grouped products require a stride of 1, of a single offset too.
         ends = ends.to(torch.int32, memory_format=torch.contiguous_format)
-        # Products read the zeros of a tile, and nothing after the last one.
-        filler = PADDING if self._tile == 1 else 0.0
-        by_expert = _Order(source, pads_sorted, filler)
-        return _Arrival(by_expert, _Order(place, pads_received, PADDING)), ends
+        received, by_expert = _Order(place, None), _Order(source, None)
+        if PADDING is not None:
+            received = _Order(place, slots.place >= part_ends[slots.rank, -1], PADDING)
+            by_expert = _Order(source, pads_sorted, PADDING)
+        if self._tile > 1:
+            # Products read the zeros of a tile, and nothing after the last one.
+            by_expert = _Order(source, pads_sorted)
+        return _Arrival(by_expert, received), ends
 
     def _num_filled(self, num_rows: int) -> int:
         """The number of sorted rows: of tiles that are enough for ``num_rows``, whoever's they are."""
@@ -498,7 +502,7 @@ class FixedRowsChunk(BudgetedChunk, AllToAllChunk):
         if self._budget is None:
             return super().combine_postprocess(rows)
         num_tokens = self.hidden_shape[:-1].numel()
-        sums: Tensor = _Sums.apply(rows, self._token, self._is_padding, num_tokens)
+        sums: Tensor = _Sums.apply(rows, self._token, num_tokens)
         return sums.view(self.hidden_shape)
 
 
@@ -512,6 +516,7 @@ class _Context(Protocol):
     """What a node saves."""
 
     filler: float
+    num_entries: int
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]: ...
@@ -525,44 +530,77 @@ class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, rows: Tensor, order: _Order, back: _Order) -> Tensor:
         """The rows in ``order``."""
-        ctx.save_for_backward(back.source, back.is_padding)
-        ctx.filler = back.filler
-        return _selected(rows, order.source, order.is_padding, order.filler)
+        source, is_padding, ctx.filler = back
+        ctx.save_for_backward(source, *([] if is_padding is None else [is_padding]))
+        return _reordered(rows, order)
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The other order."""
-        source, is_padding = ctx.saved_tensors
-        return _selected(gradient, source, is_padding, ctx.filler), None, None
+        source, *padding = ctx.saved_tensors
+        order = _Order(source, padding[0] if padding else None, ctx.filler)
+        return _reordered(gradient, order), None, None
+
+
+# Entries of which rows are made: tokens [T, D], or probabilities [T * E]. For padding, the number of a row's
+# entry is that of all entries: padding is added to one entry more, which is cut off.
+
+
+def _rows_of(entries: Tensor, entry: Tensor) -> Tensor:
+    """The entry of each row, ``[M, ...]``; padding has any. Differentiable."""
+    rows: Tensor = _Rows.apply(entries, entry)
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    """Selects entries. Unlike in ``index_select`` of torch, the gradients of padding are added to none."""
+
+    @staticmethod
+    def forward(ctx: _Context, entries: Tensor, entry: Tensor) -> Tensor:
+        """See :func:`_rows_of`."""
+        ctx.num_entries = len(entries)
+        ctx.save_for_backward(entry)
+        return _selected(entries, entry)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The sum of the gradients of its rows for each entry."""
+        (entry,) = ctx.saved_tensors
+        return _summed(gradient, entry, ctx.num_entries), None
 
 
 class _Sums(torch.autograd.Function):
-    """Adds the rows of each token, without padding. Unlike in ``index_add`` of torch, no rows are saved."""
+    """Adds the rows of each token. Unlike in ``index_add`` of torch, no rows are saved."""
 
     @staticmethod
-    def forward(ctx: _Context, rows: Tensor, token: Tensor, is_padding: Tensor, num_tokens: int) -> Tensor:
+    def forward(ctx: _Context, rows: Tensor, token: Tensor, num_tokens: int) -> Tensor:
         """``[M, D]`` to ``[T, D]``."""
-        ctx.save_for_backward(token, is_padding)
-        kept = torch.where(is_padding.unsqueeze(1), 0, rows)
-        return rows.new_zeros((num_tokens, rows.shape[1])).index_add_(0, token, kept)
+        ctx.save_for_backward(token)
+        return _summed(rows, token, num_tokens)
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of its token for each row."""
-        token, is_padding = ctx.saved_tensors
-        return _selected(gradient, token, is_padding, PADDING), None, None, None
+        (token,) = ctx.saved_tensors
+        return _selected(gradient, token), None, None
 
 
-def _selected(rows: Tensor, index: Tensor, is_padding: Tensor, filler: float) -> Tensor:
-    return _filled(rows.index_select(0, index), is_padding, filler)
+def _selected(entries: Tensor, entry: Tensor) -> Tensor:
+    rows = entries.index_select(0, entry.clamp(max=len(entries) - 1))
+    return rows if PADDING is None else _filled(rows, entry == len(entries), PADDING)
 
 
-def _padded(rows: Tensor, is_padding: Tensor) -> Tensor:
-    return _filled(rows, is_padding, PADDING)
+def _summed(rows: Tensor, entry: Tensor, num_entries: int) -> Tensor:
+    return rows.new_zeros((num_entries + 1, *rows.shape[1:])).index_add_(0, entry, rows)[:num_entries]
+
+
+def _reordered(rows: Tensor, order: _Order) -> Tensor:
+    ordered = rows.index_select(0, order.source)
+    return ordered if order.is_padding is None else _filled(ordered, order.is_padding, order.filler)
 
 
 def _filled(rows: Tensor, is_padding: Tensor, filler: float) -> Tensor:
-    """Fill padding in ``[R, ...]`` in place: another copy of the rows can be the peak of memory."""
+    """Fill padding in ``[R, ...]`` in place."""
     return rows.masked_fill_(is_padding.view(-1, *[1] * (rows.dim() - 1)), filler)
 
 

@@ -544,9 +544,6 @@ class _PipelinedLayer(_Layer):
             return self._differentiating_attention(moment)
         if moment.kind == kinds.QKV.name:
             return self._differentiating_projection(moment)
-        if self.has_fixed_rows and moment.kind in (kinds.MERGE.name, kinds.ROUTE.name):
-            # Gradients of rows before and after those of padding are set to zero.
-            return 2 * self.sizes.moved / self.pipeline.backward_degree
         return 0.0
 
     def _differentiating_experts(self, moment: Moment) -> float:

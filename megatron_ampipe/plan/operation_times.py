@@ -231,11 +231,8 @@ class OperationTimes:
         return Pair(time, 1.5 * time)
 
     def move(self, rows: float) -> Pair:
-        """Time to permute rows; with fixed rows also to select padding away, in another pass over them."""
-        size = 2 * rows * self.block.hidden * self.block.element_bytes
-        time = self.cluster.compute.permute.time_us(size)
-        if self.has_fixed_rows:
-            time += self.memory_us(size)
+        """Time to permute rows."""
+        time = self.cluster.compute.permute.time_us(2 * rows * self.block.hidden * self.block.element_bytes)
         return Pair(time, time)
 
     def index_us(self, rows: float, operations: int) -> float:

@@ -51,10 +51,10 @@ LOCAL = {
 }
 """Megatron's local modules by bytes of an element, counted tensor by tensor (docs/memory.md)."""
 
-_INDEX_BYTES_SENT = 8 + 8 + 1
-"""With fixed rows, of a row that is sent: its token, its choice, and whether it is padding."""
-_INDEX_BYTES_ARRIVING = 8 + 8 + 1 + 1
-"""Of a row that arrives: its place in the order of the experts, and back; whether each is padding."""
+_INDEX_BYTES_SENT = 8 + 8
+"""With fixed rows, of a row that is sent: its token and its choice."""
+_INDEX_BYTES_ARRIVING = 8 + 8
+"""Of a row that arrives: its place in the order of the experts, and back."""
 
 
 _PERMUTATION_BYTES = 8
