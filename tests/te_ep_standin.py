@@ -12,7 +12,6 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -227,10 +226,18 @@ def install() -> None:
     engine.__spec__ = ModuleSpec("transformer_engine", None, is_package=True)
     engine.pytorch, pytorch.ep = pytorch, ep  # type: ignore[attr-defined]
     modules = {"transformer_engine": engine, "transformer_engine.pytorch": pytorch, ep.__name__: ep}
-    with mock.patch.dict(sys.modules, modules):
+    # Not ``mock.patch.dict``, which would forget all modules that are imported meanwhile.
+    sys.modules.update(modules)
+    try:
         deep_ep_standin.install()
+    finally:
+        for name in modules:
+            del sys.modules[name]
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
+    if not hasattr(fused_a2a, "HAVE_TE_EP"):
+        # Megatron before 0.19.
+        return
     assert fused_a2a.HAVE_TE_EP
     names = ("ensure_nccl_ep_bootstrapped", "new_nccl_ep_buffer", "nccl_ep_dispatch", "nccl_ep_combine")
     for name in names:

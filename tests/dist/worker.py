@@ -82,8 +82,9 @@ def end_groups() -> None:
     forget_groups()
     # Megatron makes HybridEP's buffer once for all groups.
     fused_a2a.reset_hybrid_ep_buffer()
-    # And NCCL EP's context.
-    fused_a2a.nccl_ep_finalize()
+    if hasattr(fused_a2a, "nccl_ep_finalize"):
+        # And NCCL EP's context, from 0.19 on.
+        fused_a2a.nccl_ep_finalize()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
