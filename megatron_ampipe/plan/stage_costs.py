@@ -37,7 +37,7 @@ from megatron_ampipe.schedule import Direction, StageKind, kinds
 COUNT_BYTES = 8
 MEAN_CALLS = Pair(8.0, 11.4)
 """Average number of calls of a stage, in a block with one local expert and without optional stages."""
-_FIXED_ROUTE, _FIXED_SORT = 17, 36
+_FIXED_ROUTE, _FIXED_SORT = 19, 33
 """Operations of index arithmetic with fixed rows: of ``route``, and of ``expert``."""
 _SORTED_BYTES = 40
 """Bytes that a stable sort of marks of one byte reads and writes for each: marks and places, twice."""
@@ -203,7 +203,7 @@ def permute(times: OperationTimes, work: Work) -> Pair:
     return ZERO if times.block.flex else times.move(times.sent(work.rows))
 
 
-@CostOf(kinds.ROUTE, calls=(17, 12), fixed_calls=(34, 16))
+@CostOf(kinds.ROUTE, calls=(17, 12), fixed_calls=(34, 12))
 def route(times: OperationTimes, work: Work) -> Pair:
     """The router, unless it is a separate stage, and the permutation."""
     moved = permute(times, work)
@@ -219,7 +219,7 @@ def _sort_tokens(times: OperationTimes, work: Work) -> Pair:
     return Pair(times.memory_us(_SORTED_BYTES * marks) + indices_us, 0.0)
 
 
-@CostOf(kinds.MERGE, calls=(4, 1), fixed_calls=(6, 3))
+@CostOf(kinds.MERGE, calls=(4, 1), fixed_calls=(4, 2))
 def merge(times: OperationTimes, work: Work) -> Pair:
     return permute(times, work) + times.pass_over(3 * times.tokens(work.rows) * times.block.hidden)
 
@@ -334,7 +334,7 @@ def _expert_calls(block: Block) -> tuple[float, float]:
 
 def _fixed_expert_calls(block: Block) -> tuple[float, float]:
     """The same with fixed rows: sorting is index arithmetic, and there is one grouped product."""
-    return 45, 19 + 2 * block.local_experts
+    return 37.5, 13 + 2 * block.local_experts
 
 
 @CostOf(kinds.EXPERT, calls=_expert_calls, fixed_calls=_fixed_expert_calls, products=expert_products)
