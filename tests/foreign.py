@@ -45,6 +45,8 @@ OF_OBJECTS = {
     "_schema": "torch._ops.OpOverload",
     # Of the dispatcher of a layer.
     "_comm_manager": f"{_DISPATCHER}.MoEFlexTokenDispatcher",
+    "_buffer": f"{_DISPATCHER}._NCCLEPManager",
+    "_ensure_bootstrap": f"{_DISPATCHER}._NCCLEPManager",
     # Of the layers of a block: torch gives the class of a submodule as Module.
     "_apply_output_gate": "megatron.core.transformer.attention.Attention",
     "_forward_impl": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
@@ -108,6 +110,7 @@ BY_VARIABLE = {
 OTHER_ATTRIBUTES = {
     # Of records of this package that another file declares.
     ("launch/fixed_rows.py", "is_active"),
+    ("tools/measuring/prepared.py", "is_active"),
     # Of Megatron's linear layers, whose forward is in MIRRORED of tests/internals.py.
     ("layers/fixed_experts.py", "forward"),
     ("runtime/capturing.py", "parameters"),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from megatron.core.transformer.moe import fused_a2a
 from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
@@ -97,7 +96,7 @@ class NCCLEPTransport:
     def _make_context(self) -> None:
         """Make the context of the process if there is none, and let the manager use its sizes."""
         manager, own = self._manager, self._manager.num_local_tokens
-        if not fused_a2a.te_ep._BOOTSTRAPPED or not NCCLEPTransport._context_tokens:
+        if not NCCLEPTransport._context_tokens:
             NCCLEPTransport._context_tokens = self._num_tokens
         if own > NCCLEPTransport._context_tokens:
             raise BadInput(

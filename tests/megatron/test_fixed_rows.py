@@ -59,16 +59,14 @@ KINDS = {
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
 KINDS |= {
     # A rank that drops rows tells the others.
-    "hybridep": KINDS["pipeline"].replace("redispatch/S3", "offload/S3") + FLEX,
     "hybridep-graphs": KINDS["graphs"] + FLEX,
 }
 WITH_GRAPHS = ("graphs", "hybridep-graphs", "partners", "virtual")
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
-TRIED = 45
+TRIED = 36
 """Iterations that are enough to choose a degree: each is tried three times before it is timed three times."""
 AUTO = {
     "stock": "",
-    "fixed": f"--ampipe-degree auto {FIXED} 3",
     "small": f"--ampipe-degree auto {FIXED} {SMALL_BUDGETS} --ampipe-save-plan {{folder}}/chosen.yaml",
 }
 """The same training with stock layers, and with degrees that are tried."""
@@ -82,13 +80,12 @@ LAUNCHES = {
     "pipeline": (4, "overflows"),
     "interleaved": (2, "overflows"),
     "graphs": (2, "whole_graphs"),
-    "hybridep": (4, "overflows"),
     "hybridep-graphs": (2, "whole_graphs"),
     "partners": (2, "whole_graphs"),
     "virtual": (2, "whole_graphs"),
 }
 """Ranks and stand-ins of each kind."""
-WITHOUT_REPEATS = ("stack", "lancet", "mtp", "graphs", "hybridep-graphs", "partners")
+WITHOUT_REPEATS = ("stack", "graphs", "partners")
 """Of these, a run that never exceeds a budget is compared, too."""
 
 
@@ -123,7 +120,8 @@ def runs(folder: Path) -> dict[str, Run]:
                     *COMMON,
                     *MOCK_DATA,
                     *shlex.split(EP + LLAMA + AUTO[line].format(folder=folder)),
-                    *("--train-iters", str(TRIED)),
+                    # Few rows, so that few degrees are tried.
+                    *("--seq-length", "16", "--train-iters", str(TRIED)),
                 ]
                 for line in AUTO
             }
@@ -191,13 +189,12 @@ def test_a_repeated_step_is_recorded_once(runs: dict[str, Run], folder: Path) ->
 
 
 def test_degrees_are_tried_with_budgets_that_each_has_learned(runs: dict[str, Run], folder: Path) -> None:
-    stock, fixed, small = (runs[f"auto {line}"] for line in AUTO)
-    for run in (fixed, small):
-        assert run.losses == {name: pytest.approx(values, rel=2e-4) for name, values in stock.losses.items()}
-        assert re.search(r"AMPipe: input of 32 rows x 1: degree .* an iteration spent", run.output)
-        assert "trying degrees 1, 2, 4, one per iteration, for up to 37 iterations" in run.output
-    assert steps_of(fixed) == (TRIED - 2, 0)
-    assert steps_of(small)[1] > 0
+    stock, small = (runs[f"auto {line}"] for line in AUTO)
+    assert small.losses == {name: pytest.approx(values, rel=2e-4) for name, values in stock.losses.items()}
+    assert re.search(r"AMPipe: input of 16 rows x 1: degree .* an iteration spent", small.output)
+    assert "trying degrees 1, 2, one per iteration, for up to 31 iterations" in small.output
+    num_steps, num_repeated = steps_of(small)
+    assert num_steps == TRIED - 2 and num_repeated > 0
     saved = Plan.read(folder / "chosen.yaml").made_for
     assert saved is not None and saved["rows_margin"] == SMALL_BUDGETS
 
@@ -212,13 +209,15 @@ def test_a_plan_is_run_with_whole_passes(runs: dict[str, Run]) -> None:
 @pytest.mark.parametrize("kind", ["graphs", "hybridep-graphs"])
 def test_whole_passes_are_replayed_on_every_rank(kind: str, runs: dict[str, Run]) -> None:
     """Two stacks, both directions, four micro-batches of a rank in each step with budgets."""
-    exact, fixed, small = (replays_of(runs[f"{kind} {line}"]) for line in LINES)
-    assert exact == [0, 0] and runs[f"{kind} fixed"].says("CUDA graphs whole passes")
+    replays = {line: replays_of(runs[f"{kind} {line}"]) for line in lines_of(kind)}
+    assert replays["exact"] == [0, 0] and runs[f"{kind} small"].says("CUDA graphs whole passes")
     per_step = 2 * 2 * 4
     # The first pass of each stack warms up.
-    assert fixed == [(NUM_ITERATIONS - 2) * per_step - 4] * 2
+    all_steps = (NUM_ITERATIONS - 2) * per_step - 4
+    assert replays.get("fixed") in (None, [all_steps] * 2)
     # Budgets that a repeat has changed are captured again; a repeat itself runs without graphs.
-    assert small[0] == small[1] and 0 < small[0] <= fixed[0]
+    first, second = replays["small"]
+    assert 0 < first == second <= all_steps
 
 
 def replays_of(run: Run) -> list[int]:
