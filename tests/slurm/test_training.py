@@ -23,7 +23,8 @@ from tests.megatron.launcher import (
 )
 from tests.slurm.cluster import Cluster
 
-NUM_ITERATIONS = 24
+# So many that the training has not ended before a signal arrives, on a busy machine too.
+NUM_ITERATIONS = 48
 SAVE_INTERVAL = 8
 KILLED_AFTER = 10
 ASKED_TO_STOP_AFTER = 15

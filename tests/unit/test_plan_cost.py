@@ -221,8 +221,8 @@ def test_fixed_rows_send_and_copy_their_padding_and_multiply_what_is_counted() -
     assert OperationTimes(shared, source, shared.features).padded(rows) == 2 * 6360
 
 
-def test_fixed_rows_sort_and_select_rows_on_the_device() -> None:
-    """Each costs something, in proportion to the rows; weights are copied once in a pass of all chunks."""
+def test_fixed_rows_are_sorted_on_the_device() -> None:
+    """That costs something, in proportion to the rows. Weights are copied once in a pass of all chunks."""
     source = cluster()
     exact = dataclasses.replace(fixed(), rows_margin=None, grouped=True)
 
@@ -233,9 +233,10 @@ def test_fixed_rows_sort_and_select_rows_on_the_device() -> None:
             now, before = (Predictor(one, source).stages(lengths)[Stage(kind, 0)] for one in (block, exact))
         return Pair(now.forward - before.forward, now.backward - before.backward)
 
-    for kind in (kinds.ROUTE, kinds.MERGE, kinds.EXPERT):
-        assert min(extra(fixed(), kind, 2)) > 0
-        assert extra(fixed(), kind, 2).forward > extra(fixed(), kind, 4).forward
+    for kind in (kinds.ROUTE, kinds.EXPERT):
+        assert extra(fixed(), kind, 2).forward > extra(fixed(), kind, 4).forward > 0
+    # Nothing fills padding, or sets its gradients to zero.
+    assert extra(fixed(), kinds.MERGE, 2) == (0, 0) and extra(fixed(), kinds.ROUTE, 2).backward == 0
     # Transformer Engine's products take the weights where they are, and add gradients to what is there.
     local, engine = (extra(fixed(local=local), kinds.EXPERT, 4) for local in (True, False))
     weights_mb = 1e-6 * 4 * 2 * 1024 * 4096
