@@ -42,7 +42,7 @@ ALLOWED_MEGATRON = "AMPIPE_ALLOW_MEGATRON"
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
 MEGATRON_REQUIREMENT = f"megatron-core[training]>={SUPPORTED_MEGATRON[-1]},<{NEXT_MEGATRON}"
-"""What pip is told to install."""
+"""What pip is asked to install."""
 
 
 class OptionalPackage(NamedTuple):

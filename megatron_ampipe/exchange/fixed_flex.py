@@ -13,7 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatron_ampipe.exchange.fixed_rows import BudgetedChunk, ChunkRows, ExpertOffsets, ReceivedRows
+from megatron_ampipe.exchange.budgets import ChunkRows, ReceivedRows
+from megatron_ampipe.exchange.fixed_rows import BudgetedChunk, ExpertOffsets
 from megatron_ampipe.exchange.flex import FlexChunk, FlexTransport, HybridEPTransport
 
 

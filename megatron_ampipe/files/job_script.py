@@ -42,7 +42,7 @@ class JobScript:
     Attributes:
         words: The arguments of the training script.
         exported: The variables that the script exports.
-        gpus_per_node: As torchrun or SLURM is told; ``nodes`` likewise; None if unknown.
+        gpus_per_node: What torchrun or SLURM gets; ``nodes`` likewise; None if unknown.
         notes: A line and a sentence for each part that was not read.
     """
 

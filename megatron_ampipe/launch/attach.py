@@ -11,8 +11,8 @@ from megatron.core.utils import unwrap_model
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import SETTING, TRACED_ITERATIONS, Settings, parse_iterations
 from megatron_ampipe.errors import global_rank
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice

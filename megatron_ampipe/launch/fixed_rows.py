@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 
 from megatron_ampipe import compat
-from megatron_ampipe.exchange.fixed_rows import Counts, FixedRows, RowBudget
+from megatron_ampipe.exchange.budgets import Counts, FixedRows, RowBudget
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.block.settings import Settings
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.exchange.codecs import Condenser, Wire
-from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.partners import Partners

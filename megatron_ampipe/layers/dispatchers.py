@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.exchange.fixed_flex import FixedHybridEPChunk
-from megatron_ampipe.exchange.fixed_rows import FixedRows, FixedRowsChunk
+from megatron_ampipe.exchange.fixed_rows import FixedRowsChunk
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk

@@ -124,7 +124,7 @@ def make_plans(
         exchanges: The exchanges that are compared; of equally fast ones the first is chosen. Exchanges that
             do not apply are left out, unless none would be left.
         with_partner: Share of a step's passes that can run together with a pass of another micro-batch.
-        progress: Is told what is searched next.
+        progress: Called with what is searched next.
 
     Raises:
         BadInput: the predicted time of a block is 0.

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 Told = Callable[[str], None]
-"""Is told what is done next."""
+"""Called with what is done next."""
 
 
 @contextlib.contextmanager

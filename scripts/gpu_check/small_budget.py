@@ -18,7 +18,7 @@ _PART = 32
 
 def lessen_first_budget() -> None:
     """Make the first budget that this process learns too small."""
-    from megatron_ampipe.exchange.fixed_rows import ChunkRows, RowBudget
+    from megatron_ampipe.exchange.budgets import ChunkRows, RowBudget
 
     learn = ChunkRows.learn
     is_lessened = False

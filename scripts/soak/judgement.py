@@ -16,7 +16,7 @@ _ROUNDING = 2.01
 _MOST_GROWTH = 1.01
 """Most by which a rank's memory may grow from the second to the last quarter of a training."""
 FEWEST_SAMPLES = 60
-"""Of fewer samples no growth is told."""
+"""Fewer samples say nothing about growth."""
 
 
 class SoakFailed(Exception):

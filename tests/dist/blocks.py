@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 # The kernels of tests, by name.
 import tests.reference_pieces  # noqa: F401
 from megatron_ampipe.block.settings import Settings
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.launch.host.megatron import HostDotProductAttention, HostLatentProjection
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.documents import DocumentReader

@@ -111,18 +111,18 @@ def overflows() -> Iterator[None]:
     """
     import itertools
 
-    from megatron_ampipe.exchange import fixed_rows
+    from megatron_ampipe.exchange import budgets
 
-    learn, turns = fixed_rows.ChunkRows.learn, itertools.count()
+    learn, turns = budgets.ChunkRows.learn, itertools.count()
 
     def learn_less(chunk: Any, margin: float, **options: bool) -> None:
         learn(chunk, margin, **options)
         is_chosen = int(os.environ["RANK"]) < 2 and margin >= SMALL_BUDGETS and next(turns) % 11 == 0
         if is_chosen:
             small = tuple(tuple(count // 32 for count in row) for row in chunk.budget.rows)
-            chunk.use(fixed_rows.RowBudget(small), chunk.window.device)
+            chunk.use(budgets.RowBudget(small), chunk.window.device)
 
-    with hybridep(), mock.patch.object(fixed_rows.ChunkRows, "learn", learn_less):
+    with hybridep(), mock.patch.object(budgets.ChunkRows, "learn", learn_less):
         yield
 
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_ampipe.exchange.fixed_rows import FixedRows
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.launch.hooks import on_training_stream
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer

@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe import compat
-from megatron_ampipe.exchange.fixed_rows import FixedRows, budget_of
+from megatron_ampipe.exchange.budgets import FixedRows, budget_of
 from megatron_ampipe.launch import fixed_rows
 from megatron_ampipe.launch.fixed_rows import (
     WARM_UP,

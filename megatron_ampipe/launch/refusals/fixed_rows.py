@@ -96,7 +96,7 @@ FIXED_ROWS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--ampipe-rows",
-        "HybridEP's fused kernels are not told that rows were dropped, and would wait for them",
+        "HybridEP's fused kernels would wait for rows that were dropped",
         "Leave out --moe-permute-fusion-into-hybridep, or --ampipe-rows.",
         lambda args: (
             _has_fixed_rows(args)

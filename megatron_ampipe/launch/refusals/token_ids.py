@@ -16,12 +16,12 @@ TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--mtp-num-layers",
-        "layers of multi-token prediction embed later tokens than those whose ids a router is told",
+        "layers of multi-token prediction embed later tokens than those whose ids a router gets",
         _OTHER_ROUTER,
     ),
     Refusal(
         "--overlap-moe-expert-parallel-comm",
-        "a model runs two micro-batches at once, and its routers are told the ids of one",
+        "a model runs two micro-batches at once, and its routers get the ids of one",
         "Leave it out; --ampipe-degree 2 overlaps the same exchanges within a micro-batch.",
     ),
     Refusal(

@@ -32,8 +32,8 @@ from torch import Tensor
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
 from megatron_ampipe.block.settings import Settings
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.exchange.codecs import load_wire
-from megatron_ampipe.exchange.fixed_rows import FixedRows
 from megatron_ampipe.layers.context import WHOLE_PASSES, AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
 from megatron_ampipe.layers.process_groups import make_groups_of_model

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.exchange.fixed_rows import FixedRows
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.tools.measuring.blocks import Layers
 
