@@ -186,7 +186,7 @@ def launched(options: Options, name: str, *, load: bool, extra: Sequence[str] = 
     log.touch()
     interval = str(options.interval)
     words = [
-        # torchrun chooses a port and keeps it: one that is only looked up here could be taken before it starts.
+        # torchrun chooses a port and keeps it. One that is only looked up here could be taken before.
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={options.shape.num_ranks}", "-m", MODULE),
         *shlex.split(MODEL),
@@ -220,4 +220,3 @@ def launched(options: Options, name: str, *, load: bool, extra: Sequence[str] = 
 def routing_folder(log: Path) -> Path:
     """Where the launch with this log records how tokens are routed."""
     return log.with_suffix(".routing")
-
