@@ -132,6 +132,10 @@ REFUSED = {
         for others in ("--ampipe-memory-budget 40GiB", "--ampipe-memory rebuild")
     ],
     "--cuda-graph-impl (7)": [
+        "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --ampipe-grad-reduce placed "
+        "--overlap-grad-reduce",
+    ],
+    "--cuda-graph-impl (8)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ],
