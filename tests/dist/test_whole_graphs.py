@@ -488,7 +488,7 @@ def test_a_step_with_partners_is_a_chain_of_graphs(name: str) -> None:
 
 def pool_bytes(pool: Any) -> int:
     """The memory of a pool."""
-    return sum(len(block.memory) for block in cuda_graph_standin.POOLS[pool])
+    return sum(block.num_bytes for block in cuda_graph_standin.POOLS[pool].blocks)
 
 
 def move_all(layer: torch.nn.Module) -> None:
