@@ -136,6 +136,10 @@ REFUSED = {
         for name in ("local", "transformer_engine")
     ],
     "--cuda-graph-impl (8)": [
+        "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --ampipe-grad-reduce placed "
+        "--overlap-grad-reduce",
+    ],
+    "--cuda-graph-impl (9)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ],

@@ -43,7 +43,6 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
         **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
         # Trials would have to capture the passes of every degree before they time them.
         "--ampipe-degree auto": args.ampipe_degree == AUTO and args.ampipe_cluster is None,
-        "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
         # A replay runs no hook, with which the routing is recorded.
         "--ampipe-routing-dir": first_set(args, "--ampipe-routing-dir") is not None,
         "--ampipe-wire": args.ampipe_wire not in (None, "bf16", "fp8"),
@@ -71,6 +70,13 @@ def _gathers_fp8(args: Arguments) -> str | None:
 def _places_reductions(args: Arguments) -> str | None:
     is_placed = args.ampipe_grad_reduce == "placed" and _captures_stages(args)
     return named_with(args, _GRAPHS, "--ampipe-grad-reduce" if is_placed else None)
+
+
+def _reduces_with_partners(args: Arguments) -> str | None:
+    is_placed = args.ampipe_grad_reduce == "placed" and bool(args.ampipe_partner)
+    if not (is_placed and captures_passes(args)):
+        return None
+    return f"{args.cuda_graph_impl} with --ampipe-partner and --ampipe-grad-reduce placed"
 
 
 def _has_partner(args: Arguments) -> str | None:
@@ -118,7 +124,7 @@ GRAPHS: tuple[Refusal, ...] = (
     Refusal(
         "--cuda-graph-impl",
         "a graph of a whole pass holds what does not depend on data, on documents or on other micro-batches, "
-        "draws no random numbers, and does not know which micro-batch reduces gradients",
+        "and draws no random numbers",
         "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
         _cannot_capture_passes,
     ),
@@ -135,6 +141,12 @@ GRAPHS: tuple[Refusal, ...] = (
         "say where their numbers are",
         "Leave out --fp8-param-gather, or use --cuda-graph-impl none.",
         _gathers_fp8,
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        "the passes of two micro-batches are one graph, and the host starts reductions between graphs",
+        "Use --ampipe-grad-reduce stock, or leave out --ampipe-partner.",
+        _reduces_with_partners,
     ),
     Refusal(
         "--cuda-graph-impl",
