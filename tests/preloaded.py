@@ -4,6 +4,7 @@ See :mod:`tests.forked`.
 """
 
 import functools
+import gc
 import os
 import queue
 
@@ -29,3 +30,6 @@ ArgumentGroupFactory._get_field_docstrings = staticmethod(functools.cache(_read_
 full_parser()
 # For the results of its writers, which are threads, Megatron starts a process that imports everything.
 filesystem_async._results_queue = queue.Queue()
+# What is here lives as long as any rank. Otherwise each of its collections would look at all of it.
+gc.collect()
+gc.freeze()
