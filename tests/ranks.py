@@ -19,7 +19,7 @@ from tests.forked import run_workers
 
 MOST = 80
 """Tests that share processes."""
-_LEFT_OUT = ("cacheprovider", "xdist", "warnings", "hypothesispytest", "unraisableexception")
+_LEFT_OUT = ("cacheprovider", "xdist", "warnings", "anyio", "hypothesispytest", "unraisableexception")
 PLUGINS = [word for name in _LEFT_OUT for word in ("-p", f"no:{name}")]
 """Options that leave out what ranks do not need. The last two import hypothesis, and collect garbage."""
 
