@@ -4,7 +4,8 @@ Rounds as its recipes do: e4m3, with a scale for each tile. ``blockwise`` has ti
 and of 128 numbers for others, ``mxfp8`` of 32, ``tensorwise`` one for a tensor. An operand is quantized along
 the dimension that its product sums over: tokens, for the gradient of a weight. Products are computed in fp64
 from the rounded numbers. As there, a layer keeps its quantized weight, and renews it when it is marked as the
-first micro-batch, or has none. Else layers are those of :mod:`.te_linear_standin`.
+first micro-batch, or has none. So a captured pass whose layer has one does not quantize, nor do its replays.
+Else layers are those of :mod:`.te_linear_standin`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from megatron_ampipe import compat
+from tests import cuda_graph_standin
 from tests.te_linear_standin import Engine, GroupedLinear, Linear, Numbers
 
 LARGEST = 448.0
@@ -70,6 +72,11 @@ def install() -> None:
     fp8_utils.get_fp8_context = get_fp8_context
     compat._switch_of_transformer_engine = lambda: (FP8GlobalStateManager.is_fp8_enabled, fp8_autocast)
     transformer_config.is_te_min_version = lambda *_, **__: True
+
+
+def is_captured() -> bool:
+    """Whether operations are captured rather than run."""
+    return any(graph.is_capturing for graph in cuda_graph_standin.CAPTURED)
 
 
 def rounded(numbers: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -136,13 +143,17 @@ class Quantized(Engine):
             return super().numbers_of(name)
         kept, backward = self._fp8_workspaces.get(name), torch.is_grad_enabled()
         lacks = kept is not None and backward and kept.along_columns is None
-        with torch.no_grad():
-            now = Kept(self, getattr(self, name), backward=backward)
         if kept is None or lacks or self.is_first_microbatch:
-            self._fp8_workspaces[name] = kept = now
+            self._fp8_workspaces[name] = kept = self.quantize(name, backward=backward)
             self.quantized += 1
-        assert torch.equal(kept.along_rows, now.along_rows), "the kept weight is an old one"
+        elif not is_captured():
+            now = self.quantize(name, backward=False)
+            assert torch.equal(kept.along_rows, now.along_rows), "the kept weight is an old one"
         return kept
+
+    def quantize(self, name: str, *, backward: bool) -> Kept:
+        with torch.no_grad():
+            return Kept(self, getattr(self, name), backward=backward)
 
 
 class QuantizedLinear(Quantized, Linear):
@@ -153,7 +164,8 @@ class QuantizedGroupedLinear(Quantized, GroupedLinear):
     """Of experts. As there, numbers of rows must be multiples: of more in a tensor than in a list."""
 
     def forward(self, rows: Tensor, counts: list[int] | Tensor) -> tuple[Tensor, Any]:
-        if FP8GlobalStateManager.is_fp8_enabled():
+        # In a graph, nobody reads the numbers.
+        if FP8GlobalStateManager.is_fp8_enabled() and not is_captured():
             on_device = isinstance(counts, Tensor)
             tile = 128 if on_device else PADDED
             numbers = [*(counts.tolist() if on_device else counts), len(rows)]

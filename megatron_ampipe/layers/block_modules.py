@@ -471,6 +471,11 @@ class BlockModules:
         if self._linear_layers_of_te:
             precision.begin_micro_batch(self._linear_layers_of_te, fp8=bool(self.config.fp8))
 
+    def forget_quantized_weights(self) -> None:
+        """See ``BlockFunctions``."""
+        if self.config.fp8:
+            precision.forget_quantized_weights(self._linear_layers_of_te)
+
     @cached_property
     def _linear_layers_of_te(self) -> Sequence[precision.TransformerEngineLinear]:
         return precision.linear_layers_of_te(self._parts)

@@ -50,6 +50,12 @@ def linear_layers_of_te(parts: Iterable[Module]) -> Sequence[TransformerEngineLi
     return cast(Sequence[TransformerEngineLinear], tuple(linears))
 
 
+def forget_quantized_weights(linears: Iterable[TransformerEngineLinear]) -> None:
+    """Have the next call of each of these layers quantize its weight again."""
+    for linear in linears:
+        compat.forget_quantized_weights(linear)
+
+
 def begin_micro_batch(linears: Sequence[TransformerEngineLinear], *, fp8: bool) -> None:
     """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
 

@@ -60,11 +60,15 @@ class Gain:
 
 
 def why_not(block: Block, cluster: Cluster) -> str | None:
-    """Why a launch would refuse these flags for a block; None if one may accept them."""
+    """Why a launch would refuse these flags for a block, or their gain is unknown; None if neither is so."""
     if cluster.trains_on_host:
         return "there is no GPU"
     if block.expert == 1:
         return "one rank has all experts"
+    if block.dtype == "fp8":
+        return (
+            "graphs quantize weights in every micro-batch, and the time and memory of that are not predicted"
+        )
     if block.dtype != "bf16":
         return f"layers have {block.dtype}, and not bf16"
     if block.condense is not None:

@@ -49,6 +49,9 @@ class BlockFunctions(Protocol):
     def caching_modules(self) -> Sequence[Module]:
         """Modules whose outputs are in a cache, which other calls can empty."""
 
+    def forget_quantized_weights(self) -> None:
+        """Have the next call of each linear layer quantize its weight again, if it keeps a quantized one."""
+
     def function_of(self, kind: StageKind) -> Function:
         """The function of a kind.
 

@@ -107,6 +107,23 @@ def keeping_cached(functions: Iterable[BlockFunctions], kept: list[object]) -> I
         yield
 
 
+@contextlib.contextmanager
+def quantizing_weights(functions: Sequence[BlockFunctions]) -> Iterator[None]:
+    """Have a graph of linear layers quantize their weights itself, in every replay.
+
+    Layers in FP8 keep quantized weights for the micro-batches of a step. A graph that reads those of another
+    pass would read old ones after the optimizer has changed the weights; and a pass that reads those of a
+    graph would read memory of its pool.
+    """
+    for block_functions in functions:
+        block_functions.forget_quantized_weights()
+    try:
+        yield
+    finally:
+        for block_functions in functions:
+            block_functions.forget_quantized_weights()
+
+
 def wait_for_parameters(modules: Sequence[Module]) -> None:
     """Run the forward pre-hooks of the modules (Megatron's ``--overlap-param-gather``)."""
     for module in modules:

@@ -38,6 +38,7 @@ from megatron_ampipe.runtime.capturing import (
     UsedAddresses,
     capturing,
     keeping_cached,
+    quantizing_weights,
     wait_for_parameters,
 )
 from megatron_ampipe.runtime.graph_memory import without_memory
@@ -243,6 +244,7 @@ class _Chain:
         with (
             self._on_leaves(halves),
             keeping_cached(self._functions_of(halves), self._cached),
+            quantizing_weights(self._functions_of(halves)),
             capturing(link.graph, self.pool, halves[0].chained.passes.options.generators()),
         ):
             for half, static in zip(halves, link.inputs, strict=True):

@@ -30,7 +30,13 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions, BlockState
-from megatron_ampipe.runtime.capturing import BlockLeaves, capturing, keeping_cached, wait_for_parameters
+from megatron_ampipe.runtime.capturing import (
+    BlockLeaves,
+    capturing,
+    keeping_cached,
+    quantizing_weights,
+    wait_for_parameters,
+)
 from megatron_ampipe.runtime.graph_memory import StaticInputs, without_memory
 from megatron_ampipe.runtime.segment import Segment
 from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, Step
@@ -303,6 +309,7 @@ class GraphSet:
         with (
             self._on_leaves(state),
             keeping_cached(self._plan.functions, self._cached),
+            quantizing_weights(self._plan.functions if self._plan.is_whole else ()),
             capturing(captured.graph, self._pool, self._plan.generators()),
         ):
             if self._plan.is_whole:

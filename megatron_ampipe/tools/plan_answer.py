@@ -51,6 +51,8 @@ def answer_of(
     if isinstance(memory, str):
         assumed.append(f"memory of a rank is not estimated: {memory}")
     block = predictor.of_layers(1)
+    if block.block.captures_passes and block.block.dtype == "fp8":
+        assumed.append("time and memory of quantized weights are not predicted: each micro-batch has its own")
     return {
         "model": arguments.model or str(arguments.recipe),
         "cluster": arguments.cluster,

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.schedule import Partner
+from tests import cuda_graph_standin
 from tests.dist.cases import AUX, MOE_AGAIN, SHARED, TOP2, Case, again
+from tests.dist.test_cuda_graphs import ORDERS
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -29,6 +31,8 @@ power of two; measured: 4e-7."""
 ROUNDING = 2**-3
 """What rounding all numbers with another scale does; measured: 0.08."""
 NUM_ITERATIONS = 2
+NUM_MICROBATCHES = 3
+"""Of an iteration in turn."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "degree4": {},
     "two-degrees": {"degree": 2, "backward_degree": 4},
@@ -108,18 +112,45 @@ def in_precision(layer: Any, forward: Callable[..., Any], **given: Any) -> Any:
         return forward(**given)
 
 
-def train(layer: Any, case: Case, *, partner: Partner | None = None) -> dict[str, Tensor]:
-    """Iterations of micro-batches, after each of which the weights change."""
-    from tests.dist.micro_batches import step
+def train(
+    layer: Any,
+    case: Case,
+    *,
+    partner: Partner | None = None,
+    order: str | None = None,
+    number: int = NUM_ITERATIONS,
+    before: Callable[[int, Callable[[], object]], None] = lambda *_: None,
+) -> dict[str, Tensor]:
+    """Iterations of micro-batches, after each of which the weights change.
 
-    found: dict[str, Tensor] = {}
-    for iteration in range(NUM_ITERATIONS):
+    Args:
+        layer: Megatron's layer or layers, or AMPipe's.
+        case: The case.
+        partner: How passes with a partner run; None to run micro-batches one after another, or in an order.
+        order: As of ``step_in_order``.
+        number: Of iterations.
+        before: Called before each iteration with its number, and what runs its passes.
+    """
+    from tests.dist.micro_batches import step, step_in_order
+
+    def run() -> dict[str, Tensor]:
         for parameter in layer.parameters():
-            parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)
+            parameter.grad, parameter.grad_added_to_main_grad = None, False
+            total = getattr(parameter, "main_grad", None)
+            if total is None or total.dtype != parameter.dtype:
+                # Made before the layer was in fp64.
+                parameter.main_grad = torch.zeros_like(parameter)
+            else:
+                total.zero_()
         for one in getattr(layer, "layers", [layer]):
             one.set_is_first_microbatch()
-        results = step(layer, case, partner=partner)
-        found |= {f"{name} in iteration {iteration}": tensor for name, tensor in results.items()}
+        return step_in_order(layer, case, order) if order else step(layer, case, partner=partner)
+
+    found: dict[str, Tensor] = {}
+    for iteration in range(number):
+        before(iteration, run)
+        results = run()
+        found |= {f"{name} in iteration {iteration}": tensor.clone() for name, tensor in results.items()}
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 gradient = results[f"gradient of {name}"]
@@ -153,6 +184,7 @@ def test_chunks_of_whole_tiles_round_as_the_whole_sequence(variant: str, recipe:
 
 FIXED_ROWS: dict[str, dict[str, Any]] = {
     "fixed-degree4": {},
+    "fixed-wire": {"wire": "fp8", "degree": 2},
     "fixed-lancet-first-layer-bf16": {"schedule": "lancet", "degree": 2, "layers": "mdm", "stack": 0},
     "fixed-recompute-moe-act": {
         "degree": 2, "model": again("moe_act", normalization="RMSNorm"),
@@ -164,20 +196,27 @@ FIXED_ROWS: dict[str, dict[str, Any]] = {
             "moe_shared_expert_intermediate_size": None,
         },
     },
+    "fixed-partners-recompute": {"degree": 2, "layers": "mm", "stack": 0, "recompute": 1},
 }  # fmt: skip
 """Of grouped experts, whose rows are filled up with zeros, without the host knowing their numbers."""
+IN_FLIGHT = {"fixed-lancet-first-layer-bf16": "1f1b", "fixed-stack-recompute-bias": "evaluated-between"}
+"""The order of the passes, by name."""
 
 
 @pytest.mark.parametrize(
     ("variant", "recipe", "experts_round"),
     [
-        *((variant, "mxfp8", False) for variant in FIXED_ROWS if variant != "fixed-degree4"),
-        *(("fixed-degree4", recipe, True) for recipe in ("blockwise", "mxfp8", "tensorwise")),
+        *((variant, "mxfp8", False) for variant in [*FIXED_ROWS][2:]),
+        *(("fixed-degree4", recipe, True) for recipe in ("blockwise", "mxfp8")),
+        ("fixed-wire", "tensorwise", True),
     ],
 )
 def test_fixed_rows_round_as_exact_ones(variant: str, recipe: str, experts_round: bool) -> None:
     """All numbers are equal to those of Megatron's layers; where these round the operands of the gradients of
-    experts' weights, to those of exact rows in the same chunks."""
+    experts' weights, to those of exact rows in the same chunks.
+
+    With whole passes as CUDA graphs they are the same in every bit, though weights change between replays.
+    """
     from megatron_ampipe.exchange import fixed_rows
     from megatron_ampipe.runtime.collectives import HostCopy
     from tests.dist.blocks import wrong
@@ -188,8 +227,11 @@ def test_fixed_rows_round_as_exact_ones(variant: str, recipe: str, experts_round
     stock, ours = pair(case, recipe, experts_round=experts_round)
     state, begin = fixed_rows_of(ours), copy.deepcopy(ours.state_dict())
     state.is_watched = True
-    exact = train(ours, case)
-    expected = exact if experts_round else train(stock, case)
+    options: dict[str, Any] = {"order": ORDERS[IN_FLIGHT[variant]] if variant in IN_FLIGHT else None}
+    if "partners" in variant:
+        options = {"partner": Partner(), "number": NUM_ITERATIONS + 1}
+    exact = train(ours, case, **options)
+    expected = exact if experts_round else train(stock, case, **options | {"partner": None})
     assert wrong(expected, exact, TOLERANCE) == {}
     state.end_step()
     state.learn(1.5)
@@ -201,9 +243,72 @@ def test_fixed_rows_round_as_exact_ones(variant: str, recipe: str, experts_round
         mock.patch.object(HostCopy, "wait", side_effect=read),
         empty_is_nan(),
     ):
-        found = train(ours, case)
+        found = train(ours, case, **options)
     assert not state.overflow(torch.device("cpu")) and state.budgets
     assert wrong(expected, found, TOLERANCE) == {}
+    if (variant, recipe) == ("fixed-degree4", "mxfp8"):
+        # Of which others have graphs.
+        return
+    ours.load_state_dict(begin)
+    with mock.patch.object(fixed_rows, "PADDING", math.nan), cuda_graph_standin.stand_ins():
+        exceeds = (variant, recipe) == ("fixed-degree4", "blockwise")
+        of_graphs = train_with_graphs(ours, case, options, exceeds=exceeds)
+    assert {name for name in found if not torch.equal(found[name], of_graphs[name])} == set()
+
+
+def train_with_graphs(ours: Any, case: Case, options: dict[str, Any], *, exceeds: bool) -> dict[str, Tensor]:
+    """As :func:`train`, with whole passes as CUDA graphs.
+
+    Args:
+        ours: AMPipe's layer or layers, with budgets.
+        case: The case.
+        options: Of :func:`train`.
+        exceeds: Whether the last iteration exceeds budgets at first, and is repeated with exact rows.
+    """
+    from megatron_ampipe.layers.context import WHOLE_PASSES
+    from megatron_ampipe.runtime.executors import SequentialExecutor
+    from megatron_ampipe.runtime.partners import Partners
+    from tests.dist.blocks import capture
+    from tests.dist.test_fixed_rows import fixed_rows_of
+    from tests.dist.test_whole_graphs import context_of, use_budget
+
+    state, context = fixed_rows_of(ours), context_of(ours)
+    # A capture does not see what other threads do.
+    context.executor = SequentialExecutor()
+    context.partners = Partners() if "partner" in options else None
+    capture(ours, WHOLE_PASSES)
+    last = NUM_ITERATIONS - 1
+
+    def before(iteration: int, run: Callable[[], object]) -> None:
+        require_own_weights(ours)
+        if not exceeds or iteration != last:
+            return
+        for chunk in state._chunks:
+            use_budget(chunk, lambda rows: rows // 8)
+        state.begin_step()
+        run()
+        assert state.overflow(torch.device("cpu"))
+        state.is_active = False
+
+    found = train(ours, case, before=before, **options)
+    replays = len(cuda_graph_standin.REPLAYS)
+    num_forward = options["order"].count("F") if options.get("order") else NUM_MICROBATCHES
+    if "partner" not in options:
+        # The first micro-batch warms up. Those of the last iteration, which was repeated, are graphs, too.
+        assert replays == 2 * (NUM_ITERATIONS * num_forward - 1)
+    else:
+        # The first step is recorded; the first forward pass and the last backward pass are alone.
+        assert replays == NUM_ITERATIONS * (num_forward + 1)
+    return found
+
+
+def require_own_weights(layer: torch.nn.Module) -> None:
+    """Fail if a layer keeps a quantized weight in memory of a graph, for passes without graphs to read."""
+    of_graphs = {block.memory.data_ptr() for blocks in cuda_graph_standin.POOLS.values() for block in blocks}
+    for name, linear in layer.named_modules():
+        for kept in getattr(linear, "_fp8_workspaces", {}).values():
+            address = kept.along_rows.untyped_storage().data_ptr()
+            assert address not in of_graphs, name
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])

@@ -132,10 +132,14 @@ REFUSED = {
         for others in ("--ampipe-memory-budget 40GiB", "--ampipe-memory rebuild")
     ],
     "--cuda-graph-impl (7)": [
+        f"{name} --ampipe-rows fixed --moe-grouped-gemm --micro-batch-size 64 --fp8-param-gather {FP8}"
+        for name in ("local", "transformer_engine")
+    ],
+    "--cuda-graph-impl (8)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --ampipe-grad-reduce placed "
         "--overlap-grad-reduce",
     ],
-    "--cuda-graph-impl (8)": [
+    "--cuda-graph-impl (9)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ],
@@ -257,6 +261,8 @@ def test_a_row_applies_to_the_parsed_value_of_its_flag(
             f"{FP8.replace('blockwise', recipe)} --moe-grouped-gemm --micro-batch-size 64"
             for recipe in ("blockwise", "mxfp8", "tensorwise")
         ),
+        # As whole passes.
+        f"{FP8} --moe-grouped-gemm --micro-batch-size 64 --cuda-graph-impl local",
     ],
 )
 def test_experts_that_run_over_fixed_rows(words: str, parser: argparse.ArgumentParser) -> None:

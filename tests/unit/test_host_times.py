@@ -17,6 +17,7 @@ from megatron_ampipe.plan.whole_passes import fastest_way, with_whole_passes
 from tests.conftest import Command
 
 DEGREES = (2, 4)
+DGX = ("--cluster", "dgx-h100", "--degrees", "2", "--exchange", "rows")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_a_cpu_has_no_rows(predictor: Predictor) -> None:
 
 
 def test_the_command_says_what_it_assumes(ampipe: Command) -> None:
-    words = ("plan", "--model", "tiny", "--cluster", "dgx-h100", "--degrees", "2", "--exchange", "rows")
+    words = ("plan", "--model", "tiny", *DGX)
     said = ampipe(*words).out
     assert "host: takes 90 us to issue a stage forward and 120 us backward (derived: " in said
     assert "ampipe profile, then --cluster FILE" in said
@@ -83,6 +84,17 @@ def test_the_command_says_what_it_assumes(ampipe: Command) -> None:
     assert host["choices"][0]["forward_us"] == host["forward_us"] == 90.0
     slowest = 90 * FACTORS[-1]
     assert all(row["forward_us"] <= slowest for row in host["choices"])
+
+
+def test_weights_that_graphs_quantize_are_not_predicted(ampipe: Command, tmp_path: Path) -> None:
+    flags = "fp8-format: e4m3\nfp8-recipe: blockwise\ntransformer-impl: transformer_engine\n"
+    graphs = "moe-grouped-gemm: true\ncuda-graph-impl: local\nampipe:\n  rows: fixed\n"
+    file = tmp_path / "model.yaml"
+    for added, is_said in ((flags, False), (flags + graphs, True)):
+        file.write_text(find_model("tiny").read_text() + added)
+        answer = json.loads(ampipe("plan", "--model", file, *DGX, "--json", "-").out)
+        assert any("quantized weights are not predicted" in one for one in answer["assumed"]) == is_said
+        assert answer["whole_passes"] is None
 
 
 def test_graphs_of_whole_passes_are_chosen_where_the_host_is_slow_enough() -> None:

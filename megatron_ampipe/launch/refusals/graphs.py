@@ -13,7 +13,7 @@ from megatron_ampipe.schedule.features import balances, has_capacity
 _GRAPHS = "--cuda-graph-impl"
 _CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
 _NOT_WITH_WHOLE_PASSES = (
-    "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--fp8-format", "--use-megatron-fsdp",
+    "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--use-megatron-fsdp",
     "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
     "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
     "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
@@ -60,6 +60,11 @@ def _restores_in_stages(args: Arguments) -> str | None:
     strategy = "--ampipe-memory" if args.ampipe_memory not in (None, KEEP) else None
     others = first_set(args, "--ampipe-memory-budget", "--fine-grained-activation-offloading")
     return named_with(args, _GRAPHS, others, strategy)
+
+
+def _gathers_fp8(args: Arguments) -> str | None:
+    """The flag with which parameters of whole passes are in FP8."""
+    return named_with(args, _GRAPHS, first_set(args, "--fp8-param-gather")) if captures_passes(args) else None
 
 
 def _places_reductions(args: Arguments) -> str | None:
@@ -129,6 +134,13 @@ GRAPHS: tuple[Refusal, ...] = (
         "Use --recompute-granularity, which is captured, without the flag that is named with it; or "
         "--cuda-graph-impl none.",
         _restores_in_stages,
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        "a graph of a whole pass reads parameters where they were at its capture, and those in FP8 do not "
+        "say where their numbers are",
+        "Leave out --fp8-param-gather, or use --cuda-graph-impl none.",
+        _gathers_fp8,
     ),
     Refusal(
         "--cuda-graph-impl",
