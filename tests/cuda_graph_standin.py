@@ -11,12 +11,15 @@ reader is. A replay writes all memory of its capture again, whoever has it now, 
 have left in memory that somebody referred to when the capture began.
 """
 
+import bisect
 import contextlib
 import functools
+import itertools
+import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -26,7 +29,6 @@ from torch._C._distributed_c10d import FakeWork, Work
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_ampipe.attention import backends
 
@@ -60,25 +62,56 @@ class Block:
 
     memory: Tensor
     """Its bytes."""
+    num_bytes: int
     tensor: Tensor | None = None
     """The last tensor in it."""
     num_tensors: int = 0
+    _storage: int = 0
+    """Of the last tensor."""
 
     @property
     def is_free(self) -> bool:
         """Whether nobody refers to the last tensor."""
-        return self.tensor is None or torch._C._storage_Use_Count(_storage(self.tensor)) <= _OF_ONE
+        return self.tensor is None or torch._C._storage_Use_Count(self._storage) <= _OF_ONE
+
+    def give_to(self, tensor: Tensor) -> None:
+        """From now on this tensor is in it."""
+        self.tensor, self._storage = tensor, _storage(tensor)
+        self.num_tensors += 1
 
 
-POOLS: defaultdict[object, list[Block]] = defaultdict(list)
-"""The blocks of each pool. Kept until the end, because tensors are in them whose graphs have been freed."""
+@dataclass
+class Pool:
+    """The memory that captures share."""
+
+    blocks: list[Block] = field(default_factory=list)
+    """Small ones first."""
+    addresses: set[int] = field(default_factory=set)
+    """Of all blocks."""
+
+    def block(self, num_bytes: int) -> Block:
+        """The smallest free block that is large enough, or a new one."""
+        size = -(-num_bytes // _ROUNDED_TO) * _ROUNDED_TO
+        first = bisect.bisect_left(self.blocks, size, key=_num_bytes)
+        for block in itertools.islice(self.blocks, first, None):
+            if block.is_free:
+                return block
+        block = Block(torch.empty(size, dtype=torch.uint8), size)
+        bisect.insort_right(self.blocks, block, key=_num_bytes)
+        self.addresses.add(block.memory.data_ptr())
+        return block
+
+
+_num_bytes = operator.attrgetter("num_bytes")
+POOLS: defaultdict[object, Pool] = defaultdict(Pool)
+"""Kept until the end, because tensors are in them whose graphs have been freed."""
 _ROUNDED_TO = 512
 """Bytes, as in torch's allocator."""
 
 
 def num_reused() -> int:
     """How many captured tensors were given memory that an earlier one no longer used."""
-    return sum(block.num_tensors - 1 for blocks in POOLS.values() for block in blocks)
+    return sum(block.num_tensors - 1 for pool in POOLS.values() for block in pool.blocks)
 
 
 class _Recorder(TorchDispatchMode):
@@ -127,7 +160,7 @@ class RecordedGraph:
         self.pool, self._recorder = pool, _Recorder(self)
         CAPTURED.add(self)
         self._states = {generator: generator.get_state() for generator in self.generators}
-        self._left = {id(block): (block, None) for block in POOLS[pool] if not block.is_free}
+        self._left = {id(block): (block, None) for block in POOLS[pool].blocks if not block.is_free}
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
@@ -162,10 +195,9 @@ class RecordedGraph:
             assert FORKED and FORKED[-1] in self.generators, f"{name}: a replay would draw the same numbers"
             kwargs = kwargs | {"generator": FORKED[-1]}
         given = _tensors((args, kwargs))
-        for place, argument in enumerate(schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                tree_map_only(Tensor, self._keep_before, value)
+        for place, argument in _written(operation):
+            for one in _tensors(args[place] if place < len(args) else kwargs.get(argument)):
+                self._keep_before(one)
         known = {_storage(one) for one in given}
         self._note_read(given)
         result = operation(*args, **kwargs)
@@ -177,8 +209,8 @@ class RecordedGraph:
             self._calls += [(_poison, (_borrowed(one),), {}, None) for one in _tensors(result)]
         elif not is_view:
             # Through other tensors of the same memory: a replay does not count as a change for autograd.
-            call = args, kwargs, result if fresh else None
-            self._calls.append((operation, *tree_map_only(Tensor, _borrowed, call)))
+            results = [_borrowed(one) for one in _tensors(result)] if fresh else None
+            self._calls.append((operation, *_mapped((args, kwargs), _borrowed), results))
         return result
 
     def _record_collective(self, operation: Any, args: Any, kwargs: Any) -> Any:
@@ -193,7 +225,7 @@ class RecordedGraph:
             for one in received:
                 _poison(one)
         start = functools.partial(_start, operation)
-        self._calls.append((start, *tree_map_only(Tensor, _borrowed, (args, kwargs)), None))
+        self._calls.append((start, *_mapped((args, kwargs), _borrowed), None))
         work = FakeWork().boxed()
         return work if len(operation._schema.returns) == 1 else (args[0], work)
 
@@ -206,10 +238,10 @@ class RecordedGraph:
                 with _disable_current_modes():
                     _poison(value)
         self._note_read(_tensors(args))
-        self._calls.append((operation, tree_map_only(Tensor, _borrowed, args), {}, None))
+        self._calls.append((operation, _mapped(args, _borrowed), {}, None))
 
     def _note_read(self, tensors: list[Tensor]) -> None:
-        of_pool = {block.memory.data_ptr() for block in POOLS[self.pool]}
+        of_pool = POOLS[self.pool].addresses
         for tensor in tensors:
             if tensor.untyped_storage().data_ptr() in of_pool:
                 # Others may have it by the time of a replay, as the poison shows, or the values.
@@ -236,7 +268,7 @@ class RecordedGraph:
             is_first = _storage(one) not in storages
             if is_first:
                 with _disable_current_modes():
-                    block = self._block(memory.nbytes())
+                    block = POOLS[self.pool].block(memory.nbytes())
                     if id(block) in self._left and self._left[id(block)][1] is None:
                         self._left[id(block)] = block, block.memory.clone()
                     block.memory[: memory.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(memory)
@@ -245,26 +277,17 @@ class RecordedGraph:
             moved: Tensor = one.new_empty(0).set_(storages[_storage(one)], *layout)
             placed[id(one)] = moved
             if is_first:
-                block.tensor = self._made[_storage(moved)] = moved.detach()
-                block.num_tensors += 1
-        return tree_map_only(Tensor, lambda tensor: placed.get(id(tensor), tensor), result)
-
-    def _block(self, num_bytes: int) -> Block:
-        """The smallest free block of the pool that is large enough, or a new one."""
-        blocks = POOLS[self.pool]
-        size = -(-num_bytes // _ROUNDED_TO) * _ROUNDED_TO
-        fitting = [block for block in blocks if len(block.memory) >= size and block.is_free]
-        if fitting:
-            return min(fitting, key=lambda block: len(block.memory))
-        blocks.append(Block(torch.empty(size, dtype=torch.uint8)))
-        return blocks[-1]
+                kept = moved.detach()
+                self._made[_storage(moved)] = kept
+                block.give_to(kept)
+        return _mapped(result, lambda tensor: placed.get(id(tensor), tensor))
 
     def replay(self) -> None:
         """As in torch. What nobody refers to in the pool is lost, and whatever is in memory of this graph."""
         REPLAYS.append(self.pool)
         assert not any(memory.expired() for memory in self._read.values()), "memory that it reads was freed"
         with torch.no_grad(), _disable_current_modes():
-            for block in POOLS[self.pool]:
+            for block in POOLS[self.pool].blocks:
                 if block.tensor is not None and block.is_free and id(block) not in self._left:
                     _poison(block.tensor)
             pending: list[Work] = []
@@ -277,8 +300,8 @@ class RecordedGraph:
                 computed = operation(*args, **kwargs)
                 if results is None:
                     continue
-                for kept, value in zip(tree_leaves(results), tree_leaves(computed), strict=True):
-                    if isinstance(kept, Tensor) and kept.data_ptr() != value.data_ptr():
+                for kept, value in zip(results, _tensors(computed), strict=True):
+                    if kept.data_ptr() != value.data_ptr():
                         kept.copy_(value)
             for work in pending:
                 work.wait()
@@ -290,8 +313,32 @@ def _start(operation: Any, *args: Any, **kwargs: Any) -> Work:
     return Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
 
+@functools.cache
+def _written(operation: Any) -> list[tuple[int, str]]:
+    """The arguments that an operation writes to: place and name."""
+    arguments = enumerate(operation._schema.arguments)
+    return [(place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write]
+
+
+# For what operations are given and return. torch's functions for trees take several times as long.
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _mapped(value, found.append)
+    return found
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        assert type(value) in (list, tuple), type(value)
+        return type(value)([_mapped(one, change) for one in value])
+    if isinstance(value, dict):
+        return {key: _mapped(one, change) for key, one in value.items()}
+    return value
 
 
 def _poison(tensor: Tensor) -> None:

@@ -29,6 +29,8 @@ GRAPHS = "graphs"
 """In the name of a variant that has CUDA graphs."""
 WHOLE = "whole graphs"
 """In the name of a variant whose passes are one graph each."""
+CUT = "cut"
+"""In the name of a variant whose backward passes are cut, so that reductions can start in between."""
 VARIANTS = {
     "ampipe 2": ("ampipe", 2, 1),
     "ampipe 4": ("ampipe", 4, 1),
@@ -43,6 +45,7 @@ VARIANTS = {
     "ampipe 4, whole graphs": ("ampipe", 4, 1),
     "ampipe 8, whole graphs": ("ampipe", 8, 1),
     "ampipe 4, stack 2, whole graphs": ("ampipe", 4, 2),
+    "ampipe 4, stack 2, whole graphs, cut": ("ampipe", 4, 2),
 }
 """Schedule, degree, stack."""
 
@@ -107,6 +110,7 @@ def layers() -> dict[str, Callable[[], None]]:
         rows = FIXED if WHOLE in name else EXACT
         variant = Variant.of(schedule, degree, stack=stack, rows=rows, graphs=GRAPHS in name)
         built[name] = factory.build(variant, executor=SequentialExecutor())
+        built[name].context.overlaps_reductions = CUT in name
     hidden = torch.randn(256, 1, 64, requires_grad=True)
 
     def run(layer: torch.nn.Module) -> None:

@@ -81,6 +81,7 @@ def make_context(run: Run) -> AMPipeContext:
         documents=DocumentReader(
             masked=environment.documents == "masked", slices_sequence=environment.slices_sequence
         ),
+        overlaps_reductions=environment.overlaps_reductions,
         shares=not environment.uses_fsdp,
         gate=run.gate,
         wire=None if settings.wire is None else load_wire(settings.wire),

@@ -89,6 +89,7 @@ class Environment:
             if they can.
         whole_boundary: The same where attention is computed for the whole sequence at once.
         uses_fsdp: Whether parameters are those of Megatron-FSDP.
+        overlaps_reductions: Whether gradients are reduced during backward passes (``--overlap-grad-reduce``).
         graph_warm_up: Micro-batches that run before CUDA graphs are captured.
     """
 
@@ -115,6 +116,7 @@ class Environment:
     chunks_boundary: str | None
     whole_boundary: str | None
     uses_fsdp: bool
+    overlaps_reductions: bool
     graph_warm_up: int
 
     @property
@@ -174,6 +176,7 @@ def environment_of(given: argparse.Namespace, settings: Settings, *, on_gpu: boo
         chunks_boundary=boundary(args, whole_attention=False),
         whole_boundary=boundary(args, whole_attention=True),
         uses_fsdp=bool(args.use_megatron_fsdp),
+        overlaps_reductions=bool(args.overlap_grad_reduce),
         graph_warm_up=max(1, args.cuda_graph_warmup_steps or 1),
     )
 

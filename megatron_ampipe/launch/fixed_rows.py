@@ -28,6 +28,10 @@ WINDOW = 16
 """A budget can become smaller after so many steps, whose largest counts it is learned from."""
 
 
+QUIET_STEPS = 8 * WINDOW
+"""After so many steps without a repeat, a margin that repeats have widened becomes narrower again."""
+_LEAST_WIDENED = 0.25
+"""The least margin above 1 that repeats widen to."""
 _KEPT_SLACK = 0.75
 """A budget stays while it has this part of the rows that a learned one adds to the counts, for each pair."""
 _KEPT_SIZE = 0.875
@@ -47,18 +51,54 @@ def is_near(budget: RowBudget, learned: RowBudget, counts: Counts) -> bool:
     return sum(map(sum, learned.rows)) >= _KEPT_SIZE * sum(map(sum, budget.rows))
 
 
+class Margin:
+    """The factor between counts and budgets: wider while little is known, or while the routing changes fast.
+
+    Args:
+        given: The factor of a routing that changes as usual, ``--ampipe-rows-margin``.
+    """
+
+    def __init__(self, given: float) -> None:
+        self._given = given
+        self.factor = given
+        """Of budgets that are learned from a window."""
+        self._since_repeated = WINDOW
+
+    @property
+    def of_first_budgets(self) -> float:
+        """Of budgets that are learned from the warm-up alone, which has seen few steps of a young routing."""
+        return max(self.factor, _widened(self.factor))
+
+    def after_step(self) -> None:
+        """A step was not repeated."""
+        self._since_repeated += 1
+        if self._since_repeated % QUIET_STEPS == 0 and self.factor > self._given:
+            self.factor = max(self._given, 1 + (self.factor - 1) / 2)
+
+    def after_repeat(self) -> None:
+        """A step was repeated."""
+        if self._since_repeated < WINDOW:
+            # Twice in so few steps: the routing changes faster than expected.
+            self.factor = max(_widened(self.factor), 1 + _LEAST_WIDENED)
+        self._since_repeated = 0
+
+
+def _widened(factor: float) -> float:
+    """Twice as much above 1."""
+    return 1 + 2 * (factor - 1)
+
+
 class FixedRowsSteps(Hook):
     """Runs the passes of every training step with budgets, once these are learned."""
 
     def __init__(
         self, rows: FixedRows, environment: Environment, *, margin: float, before_repeat: Callable[[], None]
     ) -> None:
-        self._rows, self._environment, self._margin = rows, environment, margin
+        self._rows, self._environment, self._margin = rows, environment, Margin(margin)
         self._before_repeat = before_repeat
         self._models: Sequence[Model] = ()
         self._num_seen = 0
         self._in_window = 0
-        self._since_repeated = WINDOW
         self._was_repeated = False
 
     def models_built(self, models: Sequence[Model]) -> None:
@@ -95,7 +135,7 @@ class FixedRowsSteps(Hook):
         finally:
             rows.is_active = False
         if not self._exceeded():
-            self._since_repeated += 1
+            self._margin.after_step()
             return losses
         # What was counted after the first missing row is not the routing of this step.
         rows.begin_step()
@@ -119,23 +159,20 @@ class FixedRowsSteps(Hook):
     def _note_repeat(self) -> None:
         rows = self._rows
         rows.num_repeated += 1
-        if self._since_repeated < WINDOW:
-            # Twice in so few steps: the routing changes faster than expected.
-            self._margin = 1 + 2 * max(self._margin - 1, 0.125)
-        self._since_repeated = 0
+        self._margin.after_repeat()
         self._was_repeated = True
         print_on_first_rank(
             f"iteration {self._environment.iteration}: more rows than a budget of --ampipe-rows fixed; "
             f"the step was repeated with exact rows ({rows.num_repeated} of {rows.num_steps} steps so far; "
-            f"margin {self._margin:g})"
+            f"margin {self._margin.factor:g})"
         )
 
     def after_step(self) -> None:
         """Learn budgets after the warm-up, when a window is full, and after a repeated step."""
         is_full = self._in_window >= WINDOW
         if is_full or self._was_repeated:
-            self._rows.learn_again(self._margin, may_shrink=is_full, keeps=is_near)
-        self._rows.learn_first(self._margin, warm_up=WARM_UP)
+            self._rows.learn_again(self._margin.factor, may_shrink=is_full, keeps=is_near)
+        self._rows.learn_first(self._margin.of_first_budgets, warm_up=WARM_UP)
         if is_full:
             self._in_window = 0
         self._was_repeated = False

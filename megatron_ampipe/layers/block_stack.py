@@ -299,6 +299,7 @@ class BlockStack:
             generators=_generators,
             outside=tensors_outside_modules if kinds is None else tuple,
             version=partial(self._budgets, num_chunks) if context.captures_budgets else tuple,
+            overlaps=context.overlaps_reductions,
         )
         tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True, shares_documents)
         return TapeGraphs(tapes, self._blocks, options)

@@ -33,6 +33,7 @@ class AMPipeContext:
             0 otherwise.
         reductions: Gradient reductions that run as stages of the backward pass; None where data parallelism
             starts them itself.
+        overlaps_reductions: Whether reductions start while a backward pass runs (``--overlap-grad-reduce``).
         shares: Whether layers can share a schedule; False if a setting outside the layer config forbids it.
         partners: Joins the passes of two micro-batches (``--ampipe-partner``); None without.
         gate: The router class of ``--ampipe-router``; None for Megatron's own.
@@ -56,6 +57,7 @@ class AMPipeContext:
     recomputed_layers: float = 0
     documents: DocumentReader = field(default_factory=DocumentReader)
     reductions: Reductions | None = None
+    overlaps_reductions: bool = False
     shares: bool = True
     partners: Partners | None = None
     gate: type | None = None

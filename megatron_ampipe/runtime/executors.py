@@ -275,6 +275,13 @@ class _Collective:
         self.future.set_exception(error)
 
 
+def _is_listed(thread: threading.Thread) -> bool:
+    """Whether the kernel has a thread, on Linux."""
+    return Path(f"/proc/self/task/{thread.native_id}").exists()
+
+
+_STOP_S = 2.0
+"""How long the end of a process waits for the threads of a lane."""
 _DRAIN_S = 3.0
 """How long a failed pass waits for the collectives before the failure; the next pass waits for the rest."""
 _MAX_IN_FLIGHT = 2
@@ -303,9 +310,15 @@ class _Lane:
         atexit.register(self._stop)
 
     def _stop(self) -> None:
+        """End both threads, unless a collective keeps them for too long."""
         self.submitted.put(None)
+        latest = time.monotonic() + _STOP_S
         for thread in self._threads:
-            thread.join(timeout=1.0)
+            thread.join(timeout=max(0.0, latest - time.monotonic()))
+        # Before Python 3.13, join returns while torch's destructors of the thread may still run. They must
+        # not run at the same time as those of the process.
+        while any(map(_is_listed, self._threads)) and time.monotonic() < latest:
+            time.sleep(0.001)
 
     def _start(self) -> None:
         while (collective := self.submitted.get()) is not None:

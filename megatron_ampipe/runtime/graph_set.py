@@ -1,8 +1,8 @@
 """A set of CUDA graphs: captures runs of calls, and replays them for one micro-batch in flight at a time.
 
-A run is consecutive computed calls, whose steps are captured one after another; or a whole pass, which an
-executor runs at capture. Its streams then fork from the capturing one, and join it in the end: what they wait
-for becomes edges of the graph.
+A run is consecutive computed calls, whose steps are captured one after another; or a whole pass, or a part
+of one (:mod:`.cuts`), which an executor runs at capture. Its streams then fork from the capturing one, and
+join it in the end: what they wait for becomes edges of the graph.
 
 A graph uses the memory with which it was captured, so every micro-batch in flight has its own set of graphs.
 Tensors that one graph of a set writes for another stay in place until the set is used again. Tensors that
@@ -37,6 +37,9 @@ from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, Step
 from megatron_ampipe.runtime.streams import CommMemory
 from megatron_ampipe.runtime.tape import Call
 from megatron_ampipe.schedule import Direction, StageKind
+
+CaptureCalls = Callable[[Direction, Sequence[Call]], None]
+"""Runs calls of a pass with an executor, without what the host does after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,9 @@ class CapturePlan:
         runs: For each pass, the runs by the position of their first call.
         inner: For each pass, the positions of calls that an earlier call's graph includes.
         others: Slots that calls without a graph read or write.
-        is_whole: Whether the only run of a pass is all of its calls, which an executor runs at capture.
+        is_whole: Whether the runs of a pass are all of its calls, which an executor runs at capture.
+        stops: Of whole passes, the calls at which the host acts: it launches a graph, hands over gradients,
+            or starts reductions.
     """
 
     functions: Sequence[BlockFunctions]
@@ -86,6 +91,7 @@ class CapturePlan:
     inner: Mapping[Direction, Collection[int]]
     others: Collection[int]
     is_whole: bool = False
+    stops: Mapping[Direction, Sequence[Call]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -160,6 +166,10 @@ class GraphSet:
         """Whether no micro-batch uses the set; true also after a pass that was never differentiated."""
         return self._owner is None or self._owner() is None
 
+    def stops(self, direction: Direction) -> Sequence[Call]:
+        """The calls of a whole pass at which the host acts."""
+        return self._plan.stops[direction]
+
     def begin(self, state: MicroBatchState) -> None:
         """Reserve the graphs for a micro-batch."""
         self._owner = weakref.ref(state)
@@ -183,7 +193,7 @@ class GraphSet:
         direction: Direction,
         call: Call,
         state: MicroBatchState,
-        capture_pass: Callable[[Direction], None],
+        capture_calls: CaptureCalls,
     ) -> bool:
         """Run the graph that begins with a call, or nothing if an earlier graph includes it; else False.
 
@@ -191,7 +201,7 @@ class GraphSet:
             direction: Of the pass.
             call: The call.
             state: The state of the micro-batch.
-            capture_pass: Runs all calls of a pass, if graphs are of whole passes.
+            capture_calls: Runs calls of a pass, if graphs are of whole passes.
         """
         if call.position in self._plan.inner[direction]:
             return True
@@ -200,7 +210,7 @@ class GraphSet:
             return False
         captured = self._captured.get((direction, call.position))
         if captured is None:
-            captured = self._capture(run, state, capture_pass)
+            captured = self._capture(run, state, capture_calls)
             self._captured[direction, call.position] = captured
         else:
             self._prepare(captured, state)
@@ -208,15 +218,13 @@ class GraphSet:
         self._finish(captured, state)
         return True
 
-    def _capture(
-        self, run: Run, state: MicroBatchState, capture_pass: Callable[[Direction], None]
-    ) -> _Captured:
+    def _capture(self, run: Run, state: MicroBatchState, capture_calls: CaptureCalls) -> _Captured:
         """Capture a run: record its calls without running them."""
         captured = _Captured(torch.cuda.CUDAGraph(), self._modules_of(run))
         wait_for_parameters(captured.waiting)
         before = {slot: state.slots[slot] for slot in run.changes}
         self._bind_inputs(captured, run, state)
-        self._record(captured, run, state, capture_pass)
+        self._record(captured, run, state, capture_calls)
         self._keep_results(captured, before, state)
         # Inputs that nobody refers to are shared with other graphs.
         del before
@@ -284,7 +292,7 @@ class GraphSet:
                 captured.exported.append((stage.layer, stage.kind, stage.chunk, exported))
 
     def _record(
-        self, captured: _Captured, run: Run, state: MicroBatchState, capture_pass: Callable[[Direction], None]
+        self, captured: _Captured, run: Run, state: MicroBatchState, capture_calls: CaptureCalls
     ) -> None:
         """Run the calls under capture, and record what they have done with the sums of gradients."""
         trained = self._trained_in(run)
@@ -298,7 +306,7 @@ class GraphSet:
             capturing(captured.graph, self._pool, self._plan.generators()),
         ):
             if self._plan.is_whole:
-                capture_pass(run.direction)
+                capture_calls(run.direction, run.calls)
             else:
                 for step in run.steps:
                     step.run(state)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.block_functions import BlockFunctions
 from megatron_ampipe.runtime.capturing import UsedAddresses
+from megatron_ampipe.runtime.cuts import is_reduction, parts_of, starts_of_reductions
 from megatron_ampipe.runtime.graph_set import CapturePlan, GraphSet, Run
 from megatron_ampipe.runtime.steps import Differentiate, MicroBatchState, RunStage
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes
@@ -40,6 +41,27 @@ def runs_of(tape: Tape, direction: Direction, kinds: Sequence[Collection[StageKi
         runs[-1].append(call)
         is_open = call.position not in plan.records
     return {calls[0].position: Run(tuple(calls), direction) for calls in runs}
+
+
+def runs_of_whole_pass(tape: Tape, direction: Direction, *, overlaps: bool) -> dict[int, Run]:
+    """The runs of a pass that is captured as a whole, by the position of their first call.
+
+    Args:
+        tape: The tape of the pass.
+        direction: Of the pass.
+        overlaps: See :class:`CaptureOptions`.
+    """
+    wanted = starts_of_reductions(tape, overlaps=overlaps) if direction is Direction.BACKWARD else []
+    return {calls[0].position: Run(calls, direction) for calls in parts_of(tape, wanted)}
+
+
+def _stops(tape: Tape, runs: Collection[int]) -> list[Call]:
+    """The calls of a whole pass at which the host acts (``CapturePlan.stops``)."""
+    return [
+        call
+        for call in tape.calls
+        if call.position in runs or call.ends or call.ends_half or is_reduction(call)
+    ]
 
 
 def _repeatable(tapes: Tapes, kinds: Sequence[Collection[StageKind]]) -> list[set[StageKind]]:
@@ -95,6 +117,7 @@ class CaptureOptions:
         outside: Returns the tensors that captured stages use, other than their arguments, parameters, buffers
             and ``BlockState.outside``.
         version: Returns what else graphs depend on, which can change between two passes.
+        overlaps: Whether reductions start while a backward pass runs, which is then cut (:mod:`.cuts`).
     """
 
     kinds: Sequence[Collection[StageKind]] | None
@@ -102,6 +125,7 @@ class CaptureOptions:
     generators: Callable[[], Iterable[torch.Generator]]
     outside: Callable[[], Iterable[Tensor]]
     version: Callable[[], Hashable]
+    overlaps: bool = False
 
 
 class TapeGraphs:
@@ -116,9 +140,12 @@ class TapeGraphs:
     def __init__(self, tapes: Tapes, functions: Sequence[BlockFunctions], options: CaptureOptions) -> None:
         self._options, self._warm_up = options, options.warm_up
         self.is_whole = options.kinds is None
-        """Whether a pass is one graph."""
+        """Whether whole passes are captured."""
         if options.kinds is None:
-            runs = {direction: {0: Run(tape.calls, direction)} for direction, tape in tapes.passes.items()}
+            runs = {
+                direction: runs_of_whole_pass(tape, direction, overlaps=options.overlaps)
+                for direction, tape in tapes.passes.items()
+            }
         else:
             repeated = _repeatable(tapes, options.kinds)
             runs = {direction: runs_of(tape, direction, repeated) for direction, tape in tapes.passes.items()}
@@ -133,6 +160,7 @@ class TapeGraphs:
             inner={direction: captured[direction] - runs[direction].keys() for direction in runs},
             others=_slots_without_graph(tapes, captured),
             is_whole=self.is_whole,
+            stops={direction: _stops(tape, runs[direction]) for direction, tape in tapes.passes.items()},
         )
         kinds = options.kinds or [block_functions.stage_modules.keys() for block_functions in functions]
         self._addresses = UsedAddresses(functions, kinds, options.outside)

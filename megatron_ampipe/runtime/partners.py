@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.cuts import alone
 from megatron_ampipe.runtime.graph_chain import GraphChains, Half
-from megatron_ampipe.runtime.stack_call import StackCall, without_ends
+from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Direction, Partner, Program, issue_order
 from megatron_ampipe.schedule.partners import shared_lanes
@@ -183,7 +184,7 @@ def run_together(
     comm_memory = _CommMemories(backward, forward) if executor.host_waits else None
 
     def capture() -> None:
-        executor.execute(without_ends(tape), run, recorder, comm_memory)
+        executor.execute(alone(tape.calls), run, recorder, comm_memory)
         forward.prepare_recompute()
 
     with torch.enable_grad():

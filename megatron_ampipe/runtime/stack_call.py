@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from megatron_ampipe.runtime.block_functions import BlockState
 from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.cuts import alone
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.graph_chain import ChainedPass, Half, StackPasses
 from megatron_ampipe.runtime.graph_set import GraphSet
@@ -27,7 +28,7 @@ from megatron_ampipe.runtime.segment import BlockParameters, accumulate_param_gr
 from megatron_ampipe.runtime.slot_ops import run_slot_ops
 from megatron_ampipe.runtime.steps import ZERO, MicroBatchState
 from megatron_ampipe.runtime.streams import CommMemory
-from megatron_ampipe.runtime.tape import Call, Tape, Tapes
+from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
@@ -199,7 +200,7 @@ class StackCall:
             assert self._reductions is not None, "a schedule with reductions runs without them"
             return self._reductions.start_until(self._asked[call.stage.kind, call.stage.layer])
         transfer, steps = None, call.steps
-        if self._graphs is not None and self._graphs.run_call(direction, call, state, self._capture_pass):
+        if self._graphs is not None and self._graphs.run_call(direction, call, state, self._capture_calls):
             steps = ()
         for step in steps:
             try:
@@ -250,7 +251,7 @@ class StackCall:
         with recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
             tape, run = self.tapes.passes[direction], functools.partial(self.run_call, direction)
             if self.chained is not None:
-                capture = functools.partial(self._capture_pass, direction)
+                capture = functools.partial(self._capture_calls, direction, tape.calls)
                 if self.chained.chains.launch([Half(direction, self.chained)], capture):
                     for call in tape.calls:
                         self.end_call(direction, call)
@@ -258,18 +259,20 @@ class StackCall:
             if not self._is_whole:
                 self.executor.execute(tape, run, recorder, state.comm_memory)
                 return
-            for call in tape.calls:
-                # The first one is the graph of the pass. The host ends layers after its launch.
-                if call.position == 0 or call.ends or call.ends_half:
-                    run(call)
+            assert self._graphs is not None, "a whole pass without its graphs"
+            for call in self._graphs.stops(direction):
+                # It launches the graph that begins there. The host ends layers after the launch.
+                transfer = run(call)
+                if transfer is not None and transfer.begin is not None:
+                    # Reductions. Megatron waits for them; the next graph runs meanwhile.
+                    transfer.begin()
 
-    def _capture_pass(self, direction: Direction) -> None:
-        """Run all calls of a pass, without what the host does at the end of a layer."""
+    def _capture_calls(self, direction: Direction, calls: Sequence[Call]) -> None:
+        """Run calls of a pass, without what the host does at the end of a layer."""
         run = functools.partial(self.run_call, direction)
         graphs, self._graphs = self._graphs, None
         try:
-            tape = without_ends(self.tapes.passes[direction])
-            self.executor.execute(tape, run, self.recorder, self.state.comm_memory)
+            self.executor.execute(alone(calls), run, self.recorder, self.state.comm_memory)
         finally:
             self._graphs = graphs
         if direction is Direction.FORWARD:
@@ -280,11 +283,6 @@ class StackCall:
         blocks = self.state.blocks
         for layer in self.tapes.for_recompute:
             blocks[layer] = blocks[layer].for_recompute()
-
-
-def without_ends(tape: Tape) -> Tape:
-    """The tape without what the host does at the end of a layer, which a capture must not contain."""
-    return Tape([replace(call, ends=False, ends_half=False) for call in tape.calls])
 
 
 class _BlocksContext(Protocol):

@@ -33,6 +33,7 @@ from soak.judgement import SoakFailed, Undisturbed
 from soak.launches import MODEL, SHAPES, TRAINING, Options, routing_folder
 
 FORMAT = "ampipe-soak-2"
+_NUM_LINES_SHOWN = 30
 Report = dict[str, object]
 
 
@@ -207,6 +208,13 @@ class Soak:
         print(f"soak: {self.minutes:.1f} min: {text}", flush=True)
 
 
+def _end_of_newest_log(folder: Path) -> str:
+    """The last lines of the log that was written last: where the folder is gone, they say what happened."""
+    newest = max(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    lines = newest.read_text(errors="replace").splitlines()
+    return "\n".join([f"soak: the end of {newest.name}:", *lines[-_NUM_LINES_SHOWN:]])
+
+
 def _without_folders(words: Sequence[str]) -> list[str]:
     """The command line, with the names of files alone."""
     return [Path(word).name if "/" in word else word for word in words]
@@ -241,6 +249,7 @@ def main(words: Sequence[str]) -> int:
                 for log in folder.glob("*.log"):
                     shutil.copy(log, kept)
                 print(f"soak: the logs are in {kept}", file=sys.stderr)
+            print(_end_of_newest_log(folder), file=sys.stderr)
             print(f"soak: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:

@@ -8,7 +8,6 @@ import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -187,8 +186,9 @@ def launched(options: Options, name: str, *, load: bool, extra: Sequence[str] = 
     log.touch()
     interval = str(options.interval)
     words = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.shape.num_ranks}"),
-        *("--master-addr=localhost", f"--master-port={_free_port()}", "-m", MODULE),
+        # torchrun chooses a port and keeps it. One that is only looked up here could be taken before.
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={options.shape.num_ranks}", "-m", MODULE),
         *shlex.split(MODEL),
         *shlex.split(TRAINING),
         *shlex.split(options.shape.flags),
@@ -220,10 +220,3 @@ def launched(options: Options, name: str, *, load: bool, extra: Sequence[str] = 
 def routing_folder(log: Path) -> Path:
     """Where the launch with this log records how tokens are routed."""
     return log.with_suffix(".routing")
-
-
-def _free_port() -> int:
-    with socket.socket() as tried:
-        tried.bind(("localhost", 0))
-        port: int = tried.getsockname()[1]
-        return port

@@ -390,8 +390,8 @@ def test_temporary_memory_of_a_set_is_as_the_docs_say(layers: str, degree: int, 
         step_in_order(ours, case, "F0 F1 B0 B1")
     assert len(cuda_graph_standin.POOLS) == 2
     hidden = case.sequence_length * 128 * torch.float32.itemsize
-    for blocks in cuda_graph_standin.POOLS.values():
-        temporary = sum(len(block.memory) for block in blocks if block.is_free)
+    for pool in cuda_graph_standin.POOLS.values():
+        temporary = sum(block.num_bytes for block in pool.blocks if block.is_free)
         assert 4.5 < temporary / hidden < 8.5
 
 

@@ -70,7 +70,7 @@ def _stand_ins() -> Any:
 
 
 def captured(
-    case: Case, modules: Collection[str] | None = None
+    case: Case, reductions: Any = None, *, modules: Collection[str] | None = None
 ) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     """Megatron's layers, and AMPipe's with graphs of whole passes, or of the stages of these modules; and the
     state of their fixed rows."""
@@ -78,7 +78,7 @@ def captured(
     from tests.dist.blocks import build_layers, capture
     from tests.dist.test_fixed_rows import fixed_rows_of
 
-    stock, ours = build_layers(case)
+    stock, ours = build_layers(case, reductions=reductions)
     capture(ours, WHOLE_PASSES if modules is None else modules)
     state = fixed_rows_of(ours)
     state.is_watched = True
@@ -263,7 +263,7 @@ def test_graphs_of_stages_follow_budgets_and_see_exceeded_ones(name: str) -> Non
     modules, changes = STAGES[name]
     changes = OPTIONS | {"model": LARGE, "stock": ALL_TO_ALL} | changes
     case = Case("stages", degree=2, layers="mm", stack=1, **changes)
-    stock, ours, state = captured(case, modules)
+    stock, ours, state = captured(case, modules=modules)
     rank = torch.distributed.get_rank()
 
     def step(number: int, *, is_active: bool = True) -> int:
@@ -373,6 +373,103 @@ def test_hooks_of_parameters_run_in_every_pass_and_in_its_order() -> None:
 
 NUM_MICROBATCHES = 4
 FUSED = LARGE | {"gradient_accumulation_fusion": True}
+EXPERTS = [f"reduce layers.{{}}.mlp.experts.local_experts.{expert}.linear_fc1.weight" for expert in range(2)]
+ATTENTION, ROUTER = "reduce layers.{}.input_layernorm.weight", "reduce layers.{}.mlp.router.weight"
+LAST = [ATTENTION.format(0), ROUTER.format(0)]
+
+
+def of_layer(layer: int, *reductions: str) -> list[str]:
+    return [reduction.format(layer) for reduction in reductions]
+
+
+PLACED_BETWEEN = [of_layer(1, *EXPERTS), of_layer(1, ROUTER) + of_layer(0, *EXPERTS), LAST]
+"""Of the experts of layer 1; of the rest of it, and of the experts of layer 0; of the rest."""
+REDUCED: dict[str, tuple[dict[str, Any], list[list[str]]]] = {
+    "placed": ({"schedule": "ampipe"}, PLACED_BETWEEN),
+    "placed-lancet-recomputed": ({"schedule": "lancet", "recompute": 1}, PLACED_BETWEEN),
+    "overlapped": ({"executor": "cuda"}, [of_layer(1, *EXPERTS, ROUTER), of_layer(0, *EXPERTS) + LAST]),
+}
+"""What is changed in the case; what starts after each graph of the last backward pass, as buckets that are
+named after a parameter. Linear layers add gradients to what is reduced."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", REDUCED)
+def test_reductions_start_between_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last micro-batch of a step, in one order on all ranks, and when the gradients are complete."""
+    from megatron_ampipe.runtime.reductions import Reductions
+    from tests.dist.blocks import inputs_of, wrong
+    from tests.dist.test_gradients import train
+
+    changes, after_graphs = REDUCED[name]
+    case = dataclasses.replace(Case(name, degree=2, model=FUSED, **STACK), **changes)
+    reductions = Reductions(on_cuda=False, with_experts=True) if "placed" in name else None
+    stock, ours, state = captured(case, reductions)
+    context_of(ours).overlaps_reductions = True
+    rank = torch.distributed.get_rank()
+    events = note_reductions(ours, monkeypatch)
+
+    def steps(*, learns: bool) -> Iterator[list[Any]]:
+        """Two micro-batches each."""
+        for number in range(PASSES):
+            yield [
+                inputs_of(case, rank=rank + 20 * number + 10 * second, dtype=torch.float32)
+                for second in range(2)
+            ]
+            if learns and number == 0:
+                set_budgets(state)
+
+    expected, _ = train(stock, steps(learns=False), sharded=True)
+    events.clear()
+    found, fired = train(ours, steps(learns=True), reductions=reductions, sharded=True)
+    assert wrong(expected, found, TOLERANCE) == {}
+    assert fired == {parameter: [1] * 2 * PASSES for parameter in fired}
+    assert not exceeds(state), "the budgets of the test are too small"
+    backward = [["graph", *started] for started in after_graphs]
+    first = ["micro-batch", *["graph"] * (1 + len(backward))]
+    last = ["micro-batch", "graph", *itertools.chain.from_iterable(backward)]
+    # Of the second step, the first micro-batch warms up.
+    steps_with_graphs = [*last, *(first + last) * (PASSES - 2)]
+    assert events[-len(steps_with_graphs) :] == steps_with_graphs
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, events)
+    assert of_ranks == [events] * len(of_ranks)
+
+
+def note_reductions(layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list to which micro-batches, launches of graphs and Megatron's reductions of gradients write."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from tests.dist import blocks
+
+    events: list[str] = []
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    groups = param_and_grad_buffer._ParamAndGradBucketGroup
+    forward, start, replay = blocks.forward, groups.start_grad_sync, cuda_graph_standin.RecordedGraph.replay
+
+    def begin(*given: Any) -> Any:
+        events.append("micro-batch")
+        return forward(*given)
+
+    def reduce(group: Any, *options: Any, **more: Any) -> None:
+        start(group, *options, **more)
+        parameters = [parameter for bucket in group.buckets for parameter in bucket.params_list]
+        events.append("reduce " + min(names.get(parameter, "") for parameter in parameters))
+
+    def launch(graph: Any) -> None:
+        events.append("graph")
+        replay(graph)
+
+    monkeypatch.setattr(blocks, "forward", begin)
+    monkeypatch.setattr(groups, "start_grad_sync", reduce)
+    monkeypatch.setattr(cuda_graph_standin.RecordedGraph, "replay", launch)
+    # Megatron sets it for the whole process.
+    monkeypatch.setattr(
+        param_and_grad_buffer, "dist_reduce_scatter_func", param_and_grad_buffer.dist_reduce_scatter_func
+    )
+    return events
+
+
 PARTNERED = {
     "stack": (Partner(), {}, 0),
     "degree2-lancet-recomputed": (Partner(2), {"schedule": "lancet", "recompute": 1}, 0),
@@ -450,7 +547,7 @@ def test_a_step_with_partners_is_a_chain_of_graphs(name: str) -> None:
 
 def pool_bytes(pool: Any) -> int:
     """The memory of a pool."""
-    return sum(len(block.memory) for block in cuda_graph_standin.POOLS[pool])
+    return sum(block.num_bytes for block in cuda_graph_standin.POOLS[pool].blocks)
 
 
 def move_all(layer: torch.nn.Module) -> None:

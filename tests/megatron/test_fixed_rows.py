@@ -58,8 +58,8 @@ KINDS = {
 }
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
 KINDS |= {
-    # A rank that drops rows tells the others.
-    "hybridep-graphs": KINDS["graphs"] + FLEX,
+    # A rank that drops rows tells the others. Reductions start between graphs, of the repeats in stages.
+    "hybridep-graphs": KINDS["graphs"] + FLEX + PLACED,
 }
 WITH_GRAPHS = ("graphs", "hybridep-graphs", "partners", "virtual")
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
@@ -208,12 +208,15 @@ def test_a_plan_is_run_with_whole_passes(runs: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize("kind", ["graphs", "hybridep-graphs"])
 def test_whole_passes_are_replayed_on_every_rank(kind: str, runs: dict[str, Run]) -> None:
-    """Two stacks, both directions, four micro-batches of a rank in each step with budgets."""
+    """Two stacks of two layers, four micro-batches of a rank in each step with budgets.
+
+    Reductions start at the end of the second layer, and in its half or that of the first one if placed.
+    """
     replays = {line: replays_of(runs[f"{kind} {line}"]) for line in lines_of(kind)}
     assert replays["exact"] == [0, 0] and runs[f"{kind} small"].says("CUDA graphs whole passes")
-    per_step = 2 * 2 * 4
+    of_pass = 2 * (1 + (3 if "--ampipe-grad-reduce placed" in KINDS[kind] else 2))
     # The first pass of each stack warms up.
-    all_steps = (NUM_ITERATIONS - 2) * per_step - 4
+    all_steps = ((NUM_ITERATIONS - 2) * 4 - 1) * of_pass
     assert replays.get("fixed") in (None, [all_steps] * 2)
     # Budgets that a repeat has changed are captured again; a repeat itself runs without graphs.
     first, second = replays["small"]

@@ -110,7 +110,12 @@ REFUSED = {
         )
     ],
     "--cuda-graph-impl (3)": [
-        "local --cuda-graph-modules attn --ampipe-grad-reduce placed --overlap-grad-reduce"
+        f"local {others} --ampipe-grad-reduce placed --overlap-grad-reduce"
+        for others in (
+            "--cuda-graph-modules attn",
+            # In place of whole passes.
+            "--ampipe-rows fixed --transformer-impl local --attention-dropout 0.1",
+        )
     ],
     "--cuda-graph-impl (4)": ["transformer_engine --cuda-graph-modules attn --ampipe-partner"],
     "--cuda-graph-impl (5)": ["local --ampipe-rows fixed --transformer-impl local --ampipe-degree auto"],
@@ -123,6 +128,10 @@ REFUSED = {
         for others in ("", "--ampipe-memory auto")
     ],
     "--cuda-graph-impl (8)": [
+        "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --ampipe-grad-reduce placed "
+        "--overlap-grad-reduce",
+    ],
+    "--cuda-graph-impl (9)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ],

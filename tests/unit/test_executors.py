@@ -5,13 +5,14 @@ import os
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.executors import ThreadExecutor, demote_gloo_threads
+from megatron_ampipe.runtime.executors import ThreadExecutor, _Lane, demote_gloo_threads
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import kinds
@@ -73,3 +74,12 @@ def test_a_lane_fails_if_what_a_stage_started_is_no_transfer() -> None:
             execute(lambda _stage: object())
     # The lane goes on.
     execute(lambda _stage: Transfer((torch.empty(1),)))
+
+
+def test_no_thread_of_a_lane_is_left_when_it_has_stopped() -> None:
+    """Not even one that has returned, whose destructors still run."""
+    for _ in range(200):
+        lane = _Lane("ends")
+        numbers = [thread.native_id for thread in lane._threads]
+        lane._stop()
+        assert not [number for number in numbers if Path(f"/proc/self/task/{number}").exists()]

@@ -16,9 +16,11 @@ from megatron_ampipe import compat
 from megatron_ampipe.exchange.budgets import FixedRows, budget_of
 from megatron_ampipe.launch import fixed_rows
 from megatron_ampipe.launch.fixed_rows import (
+    QUIET_STEPS,
     WARM_UP,
     WINDOW,
     FixedRowsSteps,
+    Margin,
     RecordedData,
     StepState,
     is_near,
@@ -239,6 +241,30 @@ def test_repeats_soon_after_each_other_widen_the_margin() -> None:
     assert step.budget == first
     step.run(first + 1)
     assert step.budget == budget_of([[first + 1]], margin=1.5).rows[0][0]
+
+
+def test_first_budgets_are_wide_until_a_window_is_full() -> None:
+    step = Step(margin=1.25)
+    for _ in range(WARM_UP):
+        step.run(1000)
+    assert step.budget == budget_of([[1000]], margin=1.5).rows[0][0]
+    for _ in range(WINDOW - WARM_UP):
+        step.run(1000)
+    assert step.budget == budget_of([[1000]], margin=1.25).rows[0][0]
+
+
+def test_a_widened_margin_becomes_narrower_but_not_than_the_given_one() -> None:
+    margin = Margin(1.25)
+    widest = []
+    for _ in range(3):
+        margin.after_repeat()
+        widest.append(margin.factor)
+    assert widest == [1.25, 1.5, 2.0]
+    for factor in (1.5, 1.25, 1.25):
+        for _ in range(QUIET_STEPS):
+            assert margin.factor > factor or factor == 1.25
+            margin.after_step()
+        assert margin.factor == factor
 
 
 def test_experts_whose_products_read_sizes_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ MOST = {
     "ampipe 4, whole graphs": (0.05, 0.35),
     "ampipe 8, whole graphs": (0.05, 0.39),
     "ampipe 4, stack 2, whole graphs": (0.045, 0.33),
+    "ampipe 4, stack 2, whole graphs, cut": (0.046, 0.335),
     PARTIAL: (0.39, 1.33),
 }
 """Operators and Python calls, of which Megatron's and torch's functions, run for every chunk, are most.

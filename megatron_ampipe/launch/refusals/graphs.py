@@ -36,7 +36,6 @@ def _cannot_capture_passes(args: Arguments) -> str | None:
         "--fp8-format": args.of("--fp8-format") is not None,
         # Trials would have to capture the passes of every degree before they time them.
         "--ampipe-degree auto": args.ampipe_degree == AUTO and args.ampipe_cluster is None,
-        "--ampipe-grad-reduce placed": args.ampipe_grad_reduce == "placed",
     }
     conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
     return None if conflict is None else f"{args.cuda_graph_impl} with {conflict}"
@@ -53,17 +52,22 @@ def _captures_nothing(args: Arguments) -> str | None:
 
 
 def _restores_in_stages(args: Arguments) -> str | None:
-    """The flag with which whole passes would have strategies of memory."""
-    return (
-        named_with(args, _GRAPHS, first_set(args, "--ampipe-memory-budget"))
-        if captures_passes(args)
-        else None
-    )
+    """The flag that chooses a strategy of memory, which whole passes would have."""
+    if not captures_passes(args):
+        return None
+    return named_with(args, _GRAPHS, first_set(args, "--ampipe-memory-budget"))
 
 
 def _places_reductions(args: Arguments) -> str | None:
     is_placed = args.ampipe_grad_reduce == "placed" and _captures_stages(args)
     return named_with(args, _GRAPHS, "--ampipe-grad-reduce" if is_placed else None)
+
+
+def _reduces_with_partners(args: Arguments) -> str | None:
+    is_placed = args.ampipe_grad_reduce == "placed" and bool(args.ampipe_partner)
+    if not (is_placed and captures_passes(args)):
+        return None
+    return f"{args.cuda_graph_impl} with --ampipe-partner and --ampipe-grad-reduce placed"
 
 
 def _has_partner(args: Arguments) -> str | None:
@@ -110,8 +114,7 @@ GRAPHS: tuple[Refusal, ...] = (
     ),
     Refusal(
         _GRAPHS,
-        "a graph of a whole pass quantizes no weights, does not know which micro-batch reduces gradients, "
-        "and is captured before it can be tried",
+        "a graph of a whole pass quantizes no weights, and is captured before it can be tried",
         "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
         _cannot_capture_passes,
     ),
@@ -127,6 +130,12 @@ GRAPHS: tuple[Refusal, ...] = (
         "Use --recompute-granularity, which is captured, without the flag that is named with it; or "
         "--cuda-graph-impl none.",
         _restores_in_stages,
+    ),
+    Refusal(
+        _GRAPHS,
+        "the passes of two micro-batches are one graph, and the host starts reductions between graphs",
+        "Use --ampipe-grad-reduce stock, or leave out --ampipe-partner.",
+        _reduces_with_partners,
     ),
     Refusal(
         _GRAPHS,
