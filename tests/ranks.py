@@ -19,8 +19,9 @@ from tests.forked import run_workers
 
 MOST = 80
 """Tests that share processes."""
-PLUGINS = [word for name in ("cacheprovider", "xdist", "warnings") for word in ("-p", f"no:{name}")]
-"""Options that leave out what ranks do not need."""
+_LEFT_OUT = ("cacheprovider", "xdist", "warnings", "anyio", "hypothesispytest", "unraisableexception")
+PLUGINS = [word for name in _LEFT_OUT for word in ("-p", f"no:{name}")]
+"""Options that leave out what ranks do not need. The last two import hypothesis, and collect garbage."""
 
 
 class Outcomes:

@@ -120,8 +120,8 @@ def _direction_us(predictor: Predictor, candidate: Candidate, direction: Directi
     needs = _needs(needs_of(schedule, predictor.layers, direction), parts)
     both = compile_program(_program(schedule.program(direction), parts), needs)
     alone = {part: time for of_stage in parts.values() for part, time in of_stage.items()}
-    issue = [issue_us[stage] for stage in both.stages] if timed.issue_us else None
-    times = [alone[stage] for stage in both.stages]
+    issue = tuple(issue_us[stage] for stage in both.stages) if timed.issue_us else None
+    times = tuple(alone[stage] for stage in both.stages)
     divided = TimedProgram(both, times, issue, predictor.cluster.overlap)
     problem = OrderProblem(divided, direction=direction)
     # A period has relative layers.

@@ -313,10 +313,10 @@ def work(rank: Rank[Steps]) -> dict[str, Any]:
         both = both_passes(predictor, Partner())
         stages = both.compiled.stages
         directions = ["forward" if stage.of_next_microbatch else "backward" for stage in stages]
-        durations = [
+        durations = tuple(
             statistics.fmean(times.get((stage.name, way), [0.0]))
             for stage, way in zip(stages, directions, strict=True)
-        ]
+        )
         overlap = replace(both.overlap, compute_slowdown=1.0, communication_slowdown=1.0, latency_us=0.0)
         return Partner(period=best_period(TimedProgram(both.compiled, durations, None, overlap)))
 

@@ -374,7 +374,9 @@ class Settings:
         metavar="KIND",
         help="how many rows a chunk sends to each rank: `exact`, as routed, which the host waits for; "
         "[`fixed`](exchange.md#fixed-rows), a budget learned from the last iterations, with counts on the "
-        "device; a step that exceeds one is repeated with exact rows",
+        "device; a step that exceeds one is repeated with exact rows. With `--cuda-graph-impl local`, "
+        "[whole passes](gpu.md#whole-passes) are CUDA graphs, or stages [in their "
+        "place](gpu.md#in-place-of-whole-passes)",
         choices=("exact", "fixed"),
         acts="layers",
         says="numbers of rows stay on the device; the log says if a step was repeated",

@@ -66,6 +66,7 @@ def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPi
     if run.pipelined:
         rows += startup.machine_rows(run)
     startup.print_startup_table([*rows, *notes], run.adjustments)
+    startup.print_graphs(run.graphs)
     return context
 
 

@@ -1,8 +1,10 @@
-"""Which stages of pipelined blocks are captured as CUDA graphs, and why others run without one.
+"""What of pipelined blocks is captured as CUDA graphs, and why the rest runs without one.
 
-Megatron's flags name modules. What is captured is judged stage by stage: a stage that needs something else in
-every pass than its input tensors, or random numbers from a generator that no graph can hold, runs without a
-graph, and so do all stages where nothing else is possible. Imports neither torch nor Megatron.
+Megatron's flags name modules. Without modules, Megatron captures whole layers: here whole passes, if their
+sizes do not depend on the routing (``--ampipe-rows fixed``) and no flag forbids it, else what single stages
+allow. That is judged stage by stage: a stage that needs something else in every pass than its input tensors,
+or random numbers from a generator that no graph can hold, runs without a graph, and so do all stages where
+nothing else is possible. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from dataclasses import dataclass
 
 from megatron_ampipe.block.hybrid_pattern import stages_of
 from megatron_ampipe.block.megatron_settings import Arguments
+from megatron_ampipe.block.settings import AUTO
 from megatron_ampipe.launch.environment import Parsed, packs_documents, reads_masks, waits_for_stage
-from megatron_ampipe.schedule import Exchange, Pipeline, StageKind, kinds
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, StageKind, kinds
 from megatron_ampipe.schedule.features import balances, fp8_recipe, has_capacity
 
 MAMBA = "mamba"
@@ -32,14 +35,18 @@ class CapturedStages:
         modules: The values of ``--cuda-graph-modules`` of which a stage is captured; ``full`` alone for whole
             passes.
         left_out: Kinds of stages of these modules that run without a graph.
+        stages: The names of the stages that are captured, in the order of a block; empty for whole passes.
         keeps_mamba: Whether Megatron captures its Mamba layers.
         notes: What runs without a graph, or stays Megatron's, each with the reason.
+        no_passes: Where graphs of whole passes are asked for and there are none: the flag, and why.
     """
 
     modules: frozenset[str] = frozenset()
     left_out: frozenset[StageKind] = frozenset()
+    stages: str = ""
     keeps_mamba: bool = False
     notes: tuple[tuple[str, str], ...] = ()
+    no_passes: str | None = None
 
     @property
     def of_passes(self) -> bool:
@@ -59,6 +66,15 @@ class _Rule:
     kinds: frozenset[StageKind]
     reason: str
     """With the flag."""
+    applies: Callable[[Arguments], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _PassRule:
+    """A condition under which no graph is a whole pass."""
+
+    reason: str
+    """With the flag, at its beginning."""
     applies: Callable[[Arguments], object]
 
 
@@ -98,10 +114,52 @@ def _splits_weights(args: Arguments) -> bool:
     return bool(name) and Pipeline.of(1, schedule=name).splits_weights
 
 
+def _drops_by_probability(args: Arguments) -> bool:
+    return has_capacity(args) and args.moe_token_drop_policy != "position"
+
+
+def _has_custom_wire(args: Arguments) -> bool:
+    return args.ampipe_wire not in (None, "bf16", "fp8")
+
+
+def _has_memory_strategy(args: Arguments) -> bool:
+    return args.ampipe_memory not in (None, KEEP, AUTO)
+
+
 def _shares_ranks(args: Arguments) -> bool:
     return (args.tensor_model_parallel_size or 1) > 1
 
 
+_FIXED = "fixed"
+_ATTENTION_DROPOUT = "--attention-dropout draws random numbers"
+_HIDDEN_DROPOUT = "--hidden-dropout draws random numbers"
+_JITTER = "--moe-input-jitter-eps draws random numbers"
+_SFT = "--sft: sequences have other documents in every pass"
+_PACKED = "--dataloader-inter-document-masking: sequences have other documents in every pass"
+_MASKED = "--reset-attention-mask: masks differ in every pass"
+_ROUTER = "--ampipe-router: a custom class may do something else in every pass"
+_RECORDED = "--ampipe-routing-dir: hooks record the routing, and a replay runs none"
+_PASS_RULES = (
+    _PassRule(_ATTENTION_DROPOUT, _is_set("attention_dropout")),
+    _PassRule(_HIDDEN_DROPOUT, _is_set("hidden_dropout")),
+    _PassRule(_JITTER, _is_set("moe_input_jitter_eps")),
+    _PassRule(
+        "--moe-router-force-load-balancing draws random numbers", _is_set("moe_router_force_load_balancing")
+    ),
+    _PassRule(_SFT, _is_set("sft")),
+    _PassRule(_PACKED, packs_documents),
+    _PassRule(_MASKED, reads_masks),
+    _PassRule(_ROUTER, _is_set("ampipe_router")),
+    _PassRule(_RECORDED, _is_set("ampipe_routing_dir")),
+    _PassRule("--ampipe-wire: a custom class may do something else in every pass", _has_custom_wire),
+    _PassRule("--moe-router-load-balancing-type: the host reads how balanced experts are", balances),
+    _PassRule(
+        "--moe-token-drop-policy probs: the tokens of all chunks are compared before any is dropped",
+        _drops_by_probability,
+    ),
+    _PassRule("--ampipe-memory: whole passes are captured with all activations", _has_memory_strategy),
+)
+"""Settings without graphs of whole passes, but with graphs of the stages that :data:`_RULES` leave."""
 _QUANTIZED = "--fp8-format: weights are quantized into other memory in every step"
 _SENT_INSIDE = "--tensor-model-parallel-size: their linear layers exchange rows with other ranks"
 _SCORES = ": attention collects its largest scores in every pass"
@@ -118,16 +176,10 @@ _RULES = (
     ),
     _Rule(_LINEAR, _QUANTIZED, _is_in_fp8),
     _Rule(_ROUTED, _QUANTIZED, _is_latent_in_fp8),
-    _Rule(_ATTENTION, "--sft: sequences have other documents in every pass", _is_set("sft")),
-    _Rule(
-        _ATTENTION,
-        "--dataloader-inter-document-masking: sequences have other documents in every pass",
-        packs_documents,
-    ),
-    _Rule(_ATTENTION, "--reset-attention-mask: masks differ in every pass", reads_masks),
-    _Rule(
-        frozenset({kinds.ATTENTION}), "--attention-dropout draws random numbers", _is_set("attention_dropout")
-    ),
+    _Rule(_ATTENTION, _SFT, _is_set("sft")),
+    _Rule(_ATTENTION, _PACKED, packs_documents),
+    _Rule(_ATTENTION, _MASKED, reads_masks),
+    _Rule(frozenset({kinds.ATTENTION}), _ATTENTION_DROPOUT, _is_set("attention_dropout")),
     _Rule(frozenset({kinds.ATTENTION}), f"--qk-clip{_SCORES}", _is_set("qk_clip")),
     _Rule(
         frozenset({kinds.ATTENTION}),
@@ -136,7 +188,7 @@ _RULES = (
     ),
     _Rule(
         frozenset({kinds.ATTENTION, kinds.ADD_NORM, kinds.MERGE, kinds.MLP}),
-        "--hidden-dropout draws random numbers",
+        _HIDDEN_DROPOUT,
         _is_set("hidden_dropout"),
     ),
     _Rule(
@@ -156,7 +208,7 @@ _RULES = (
         has_capacity,
     ),
     _Rule(_ROUTED, "--moe-router-load-balancing-type: experts are chosen for all chunks at once", balances),
-    _Rule(_ROUTED, "--moe-input-jitter-eps draws random numbers", _is_set("moe_input_jitter_eps")),
+    _Rule(_ROUTED, _JITTER, _is_set("moe_input_jitter_eps")),
     _Rule(
         _ROUTED,
         "--moe-router-force-load-balancing: graphs can hold the generators of --te-rng-tracker alone",
@@ -173,11 +225,8 @@ _RULES = (
         "--moe-expert-rank-capacity-factor: the dispatcher has one budget for all chunks",
         _is_set("moe_expert_rank_capacity_factor"),
     ),
-    _Rule(
-        _ROUTED,
-        "--ampipe-router: a custom class may do something else in every pass",
-        _is_set("ampipe_router"),
-    ),
+    _Rule(_ROUTED, _RECORDED, _is_set("ampipe_routing_dir")),
+    _Rule(_ROUTED, _ROUTER, _is_set("ampipe_router")),
     _Rule(_ROUTED, "--ampipe-condense: other tokens are sent in every pass", _is_set("ampipe_condense")),
     _Rule(
         _ROUTED,
@@ -211,9 +260,14 @@ def captured_modules(args: Parsed) -> tuple[str, ...]:
     return tuple(str(getattr(module, "name", module)) for module in modules)
 
 
+def asks_for_passes(args: Parsed) -> bool:
+    """Whether graphs of whole passes are asked for: Megatron's graphs of whole layers, with fixed rows."""
+    return _has_fixed_rows(args) and captured_modules(args) == (WHOLE_LAYERS,)
+
+
 def captures_passes(args: Parsed) -> bool:
-    """Whether a CUDA graph is a whole pass: Megatron's graphs of whole layers, with rows of fixed number."""
-    return getattr(args, "ampipe_rows", None) == "fixed" and captured_modules(args) == (WHOLE_LAYERS,)
+    """Whether a CUDA graph is a whole pass."""
+    return asks_for_passes(args) and _no_passes(Arguments(args)) is None
 
 
 def captured_stages(arguments: Parsed) -> CapturedStages:
@@ -223,6 +277,7 @@ def captured_stages(arguments: Parsed) -> CapturedStages:
         return CapturedStages()
     if captures_passes(args):
         return CapturedStages(modules=frozenset({WHOLE_LAYERS}))
+    has_fixed_rows = _has_fixed_rows(args)
     modules = {name for name in named if name in kinds.GRAPH_MODULES}
     if WHOLE_LAYERS in named:
         modules |= kinds.GRAPH_MODULES.keys()
@@ -237,13 +292,32 @@ def captured_stages(arguments: Parsed) -> CapturedStages:
         for reason in dict.fromkeys(reasons[kind] for kind in kinds.MOE_BLOCK if kind in reasons)
     ]
     if not {*_WITH_EXPERTS}.isdisjoint(named):
-        notes.append(("experts, transfers", "their number of rows changes, and a graph has a fixed one"))
+        why = "their number of rows changes, and a graph has a fixed one"
+        if has_fixed_rows:
+            why = "only graphs of whole passes have them"
+        notes.append(("experts, transfers", why))
+    has_mamba = _has_mamba(args) and not {MAMBA, WHOLE_LAYERS}.isdisjoint(named)
+    if has_mamba and has_fixed_rows:
+        notes.append((MAMBA, "--ampipe-rows fixed: Megatron's graphs were not tried with steps that repeat"))
     return CapturedStages(
         modules=captured,
         left_out=frozenset(reasons),
-        keeps_mamba=_has_mamba(args) and not {MAMBA, WHOLE_LAYERS}.isdisjoint(named),
+        stages=_names(present - reasons.keys()),
+        keeps_mamba=has_mamba and not has_fixed_rows,
         notes=tuple((names, reason) for names, reason in notes if names),
+        no_passes=_no_passes(args) if named == (WHOLE_LAYERS,) else None,
     )
+
+
+def _has_fixed_rows(args: Parsed) -> bool:
+    return getattr(args, "ampipe_rows", None) == _FIXED
+
+
+def _no_passes(args: Arguments) -> str | None:
+    """Why no graph is a whole pass, where no modules are named; None if graphs can be."""
+    if not _has_fixed_rows(args):
+        return "--ampipe-rows exact: numbers of rows change, and a graph has fixed ones"
+    return next((rule.reason for rule in _PASS_RULES if rule.applies(args)), None)
 
 
 def no_partner(args: Parsed) -> str | None:

@@ -28,10 +28,12 @@ WINDOW = 16
 """A budget can become smaller after so many steps, whose largest counts it is learned from."""
 
 
-QUIET_STEPS = 8 * WINDOW
-"""After so many steps without a repeat, a margin that repeats have widened becomes narrower again."""
-_LEAST_WIDENED = 0.25
-"""The least margin above 1 that repeats widen to."""
+SELDOM = 1000
+"""A step should be repeated once in so many steps, or less often."""
+_WIDER = 1.5
+"""How much wider a margin becomes, above 1."""
+_LEAST_WIDENED, _WIDEST = 1.25, 4.0
+"""The least and the largest factor that repeats lead to."""
 _KEPT_SLACK = 0.75
 """A budget stays while it has this part of the rows that a learned one adds to the counts, for each pair."""
 _KEPT_SIZE = 0.875
@@ -52,40 +54,35 @@ def is_near(budget: RowBudget, learned: RowBudget, counts: Counts) -> bool:
 
 
 class Margin:
-    """The factor between counts and budgets: wider while little is known, or while the routing changes fast.
+    """The factor between counts and budgets, which follows how often steps are repeated.
 
     Args:
-        given: The factor of a routing that changes as usual, ``--ampipe-rows-margin``.
+        given: The least factor, ``--ampipe-rows-margin``.
     """
 
     def __init__(self, given: float) -> None:
         self._given = given
         self.factor = given
         """Of budgets that are learned from a window."""
-        self._since_repeated = WINDOW
+        self._since_repeated = SELDOM
 
     @property
     def of_first_budgets(self) -> float:
         """Of budgets that are learned from the warm-up alone, which has seen few steps of a young routing."""
-        return max(self.factor, _widened(self.factor))
+        return 1 + 2 * (self.factor - 1)
 
     def after_step(self) -> None:
-        """A step was not repeated."""
+        """A step was not repeated: if none was for long, a wider margin becomes narrower again."""
         self._since_repeated += 1
-        if self._since_repeated % QUIET_STEPS == 0 and self.factor > self._given:
-            self.factor = max(self._given, 1 + (self.factor - 1) / 2)
+        if self._since_repeated % (2 * SELDOM) == 0:
+            self.factor = max(self._given, 1 + (self.factor - 1) / _WIDER)
 
     def after_repeat(self) -> None:
-        """A step was repeated."""
-        if self._since_repeated < WINDOW:
-            # Twice in so few steps: the routing changes faster than expected.
-            self.factor = max(_widened(self.factor), 1 + _LEAST_WIDENED)
+        """A step was repeated: if that is not seldom, the margin becomes wider."""
+        if self._since_repeated < SELDOM:
+            wider = max(_LEAST_WIDENED, 1 + _WIDER * (self.factor - 1))
+            self.factor = max(self._given, min(wider, _WIDEST))
         self._since_repeated = 0
-
-
-def _widened(factor: float) -> float:
-    """Twice as much above 1."""
-    return 1 + 2 * (factor - 1)
 
 
 class FixedRowsSteps(Hook):

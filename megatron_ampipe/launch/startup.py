@@ -56,6 +56,14 @@ def print_startup_table(rows: Sequence[Row], adjustments: Mapping[str, str]) -> 
     Console(width=None if Console().is_terminal else 140).print(table)
 
 
+def print_graphs(graphs: CapturedStages) -> None:
+    """Print on rank 0 which CUDA graphs take the place of those of whole passes, and why."""
+    if graphs.no_passes is None or global_rank() != 0:
+        return
+    captured = f"CUDA graphs of the stages {graphs.stages}" if graphs.stages else "no CUDA graphs of stages"
+    print(f"AMPipe: {captured}, not of whole passes: {graphs.no_passes}", flush=True)
+
+
 def print_end(pipeline: Pipeline) -> None:
     """Print on rank 0, at the end of a run, how it was pipelined, and where the table says more."""
     if global_rank() == 0:

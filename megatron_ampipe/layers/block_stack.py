@@ -200,8 +200,8 @@ class BlockStack:
         of_documents = documents is not None and context.captures_attention
         is_captured = keep_graph and bool(context.graph_modules)
         is_captured &= not (context.recorder.recording or of_documents)
-        if is_captured and context.captures_passes:
-            # A graph of a whole pass holds transfers of sizes that do not depend on the routing.
+        if is_captured and context.captures_budgets:
+            # Sizes in the graphs are those of budgets, and exact rows depend on the routing.
             is_captured = None not in self._budgets(len(chunks))
         if is_captured:
             is_chained = context.partners is not None and context.captures_passes
@@ -298,7 +298,7 @@ class BlockStack:
             warm_up=context.graph_warm_up,
             generators=_generators,
             outside=tensors_outside_modules if kinds is None else tuple,
-            version=partial(self._budgets, num_chunks) if kinds is None else tuple,
+            version=partial(self._budgets, num_chunks) if context.captures_budgets else tuple,
             overlaps=context.overlaps_reductions,
         )
         tapes = self._tapes(pipeline, features, revisions, shape[0], executor, True, shares_documents)

@@ -89,6 +89,15 @@ class AMPipeContext:
         return self.graph_modules == WHOLE_PASSES
 
     @property
+    def captures_budgets(self) -> bool:
+        """Whether graphs contain sizes that budgets decide, so that they are of passes with budgets."""
+        if self.fixed_rows is None or self.captures_passes:
+            return self.captures_passes
+        modules = [kinds.GRAPH_MODULES.get(name, frozenset()) for name in self.graph_modules]
+        captured = frozenset().union(*modules) - self.left_out_of_graphs
+        return not captured.isdisjoint((kinds.ROUTE, kinds.MERGE))
+
+    @property
     def pipelined(self) -> bool:
         """Whether AMPipe's MoE layers are built rather than Megatron's own."""
         return builds_layers(self.settings, self.given)

@@ -270,8 +270,8 @@ class ReducedPass:
             times[stage] += experts
         for stage, (_, others) in zip(self._above[1:], reductions, strict=False):
             times[stage] += others
-        issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
-        durations = [times[stage] for stage in compiled.stages]
+        issue = tuple(self._issue[stage] for stage in compiled.stages) if self._issue else None
+        durations = tuple(times[stage] for stage in compiled.stages)
         _, end = run(TimedProgram(compiled, durations, issue, self._cluster.overlap, self._host_waits))
         ends = zip(compiled.stages, end, strict=True)
         computed = max(time for stage, time in ends if not stage.kind.of_parameters)

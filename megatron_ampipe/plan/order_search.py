@@ -68,6 +68,8 @@ class OrderProblem:
         self._lane_of = {stage: lane for lane, (_, order) in enumerate(compiled.lanes) for stage in order}
         self._later = self._relations(compiled.followers, reversed(compiled.issued))
         self._earlier = self._relations(compiled.needs, compiled.issued)
+        self._times: dict[Period, float] = {}
+        """Of all periods that were tried, because moves come back to many; at most one for each move."""
 
     def _relations(self, neighbors: Sequence[Iterable[int]], order: Iterable[int]) -> list[list[list[Entry]]]:
         """For each stage of a layer, the nearest stages of every lane that need it, or that it needs.
@@ -138,8 +140,34 @@ class OrderProblem:
         return tuple(lanes)
 
     def time(self, period: Period) -> float:
-        """The time of the short stack; infinite if its lanes deadlock."""
+        """The time of the short stack; infinite if its lanes deadlock, or if the period is not allowed."""
+        time = self._times.get(period)
+        if time is None:
+            time = self._times[period] = self._time(period)
+        return time
+
+    def _time(self, period: Period) -> float:
+        if not self._is_allowed(period) or not self._is_in_order(period):
+            return NOT_YET
         return max(self._spans(self.repeated(period))[1])
+
+    def _is_allowed(self, period: Period) -> bool:
+        """Whether an order that could run is wanted."""
+        return True
+
+    def _is_in_order(self, period: Period) -> bool:
+        """Whether no stage comes before one of its lane that it needs: most periods that deadlock fail here.
+
+        It costs much less than to issue their stages until nothing can run.
+        """
+        for lane, entries in enumerate(period):
+            length = len(entries)
+            place_of = {stage: place - relative * length for place, (stage, relative) in enumerate(entries)}
+            for stage, place in place_of.items():
+                for earlier, distance in self._earlier[stage][lane]:
+                    if place_of[earlier] + distance * length >= place:
+                        return False
+        return True
 
     def _spans(self, lanes: Lanes) -> tuple[list[float], list[float]]:
         """Start and end of every stage in an order; infinite if its lanes deadlock."""

@@ -5,19 +5,22 @@ The joint order is searched as for a single pass (:mod:`.search`): a period of o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.order_search import OrderProblem, Period, improve_order
 from megatron_ampipe.plan.predict import Predictor, timeline_of
 from megatron_ampipe.plan.search import ROUNDING, short_stack
-from megatron_ampipe.plan.simulate import NOT_YET, TimedProgram, compile_program
+from megatron_ampipe.plan.simulate import NOT_YET, Compiled, TimedProgram, compile_named, compile_program
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     LISTED,
     MEGATRON,
+    BlockFeatures,
     Direction,
     Partner,
     Program,
@@ -117,6 +120,8 @@ def _searched(predictor: Predictor, partner: Partner) -> PartnerPrediction:
     return prediction(predictor, replace(partner, period=best_period(timed)))
 
 
+# Cached, as :func:`.search.best_program`.
+@functools.lru_cache(maxsize=128)
 def best_period(timed: TimedProgram) -> Program:
     """The best period, with one layer of each pass, for a program of both passes."""
     compiled = timed.compiled
@@ -131,7 +136,7 @@ def best_period(timed: TimedProgram) -> Program:
 class _WeightsWithinALayer(OrderProblem):
     """Limits orders to weight gradients that are at most a layer late, as reductions and memory need them."""
 
-    def time(self, period: Period) -> float:
+    def _is_allowed(self, period: Period) -> bool:
         # By how many layers stages are late: those of weight gradients, and the others of the backward pass.
         latest_weights = 0
         earliest_other = math.inf
@@ -144,9 +149,7 @@ class _WeightsWithinALayer(OrderProblem):
                     latest_weights = max(latest_weights, -relative_layer)
                 else:
                     earliest_other = min(earliest_other, -relative_layer)
-        if latest_weights > 1 + earliest_other:
-            return NOT_YET
-        return super().time(period)
+        return latest_weights <= 1 + earliest_other
 
 
 def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str] | None) -> Timeline:
@@ -154,24 +157,35 @@ def timeline(predictor: Predictor, partner: Partner, *, labels: Mapping[str, str
     return timeline_of({Direction.BACKWARD: both_passes(predictor, partner)}, labels)
 
 
-def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
-    """Both passes as one program, in the order in which they run."""
-    schedule, lengths = _passes(predictor, partner)
-    schedule = predictor.whole(schedule)
+class _Joint(NamedTuple):
+    """Both passes as one program, without times.
+
+    Attributes:
+        schedule: The schedule of all layers, each pass in the order that it has with a partner.
+        compiled: The program.
+        origins: For each of its stages, the pass that it belongs to, and its number in that pass.
+    """
+
+    schedule: Schedule
+    compiled: Compiled
+    origins: tuple[tuple[Direction, int], ...]
+
+
+# Cached, because it does not depend on times: the same program is asked for with other links and hosts.
+@functools.lru_cache(maxsize=64)
+def _joint(partner: Partner, schedule: Schedule, layers: tuple[BlockFeatures, ...]) -> _Joint:
+    """Both passes of a schedule of all layers."""
     for direction in Direction:
-        schedule = in_order_of(partner, schedule, predictor.layers, direction)
+        schedule = in_order_of(partner, schedule, layers, direction)
     stages: list[tuple[str, Stage]] = []
     needs: dict[Stage, tuple[Stage, ...]] = {}
-    times: dict[Stage, float] = {}
-    issue_us: dict[Stage, float] = {}
+    origin_of: dict[Stage, tuple[Direction, int]] = {}
     for direction in reversed(Direction):
-        timed = predictor.timed(schedule, lengths, direction)
-        compiled = timed.compiled
+        compiled = compile_named(schedule, layers, direction)
         renamed = [
             replace(stage, of_next_microbatch=direction is Direction.FORWARD) for stage in compiled.stages
         ]
-        times |= zip(renamed, timed.durations, strict=True)
-        issue_us |= zip(renamed, timed.issue_us or (), strict=False)
+        origin_of |= {stage: (direction, number) for number, stage in enumerate(renamed)}
         lane_of = {place: lane for lane, places in compiled.lanes for place in places}
         stages += [(lane_of[place], renamed[place]) for place in compiled.issued]
         for stage, places in zip(renamed, compiled.needs, strict=True):
@@ -180,6 +194,17 @@ def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
     # The compute lane comes first in a simulation.
     names = sorted(lanes, key=lambda lane: lane != COMPUTE)
     both = compile_program(Program.of({name: lanes[name] for name in names}), needs)
-    issue = [issue_us[stage] for stage in both.stages] if issue_us else None
-    durations = [times[stage] for stage in both.stages]
-    return TimedProgram(both, durations, issue, predictor.cluster.overlap, predictor.host_waits)
+    return _Joint(schedule, both, tuple(origin_of[stage] for stage in both.stages))
+
+
+def both_passes(predictor: Predictor, partner: Partner) -> TimedProgram:
+    """Both passes as one program, in the order in which they run."""
+    schedule, lengths = _passes(predictor, partner)
+    joint = _joint(partner, predictor.whole(schedule), predictor.layers)
+    timed = {way: predictor.timed(joint.schedule, lengths, way) for way in Direction}
+    durations = tuple([timed[way].durations[number] for way, number in joint.origins])
+    issue_us: tuple[float, ...] | None = None
+    if any(program.issue_us is not None for program in timed.values()):
+        issue_of = {way: timed[way].issue_us or (0.0,) * len(timed[way].durations) for way in Direction}
+        issue_us = tuple([issue_of[way][number] for way, number in joint.origins])
+    return TimedProgram(joint.compiled, durations, issue_us, predictor.cluster.overlap, predictor.host_waits)

@@ -389,8 +389,8 @@ class Predictor:
                 * (1 if one.stage.is_communication or one.stage.chunk is None else parts)
                 for one in numbered.entries
             ]
-            issue = [of_entries[number] for number in numbered.numbers]
-        durations = [times[number] for number in numbered.numbers]
+            issue = tuple([of_entries[number] for number in numbered.numbers])
+        durations = tuple([times[number] for number in numbered.numbers])
         return TimedProgram(numbered.compiled, durations, issue, self.cluster.overlap, self.host_waits)
 
     def _stage_costs(

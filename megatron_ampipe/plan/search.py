@@ -9,6 +9,7 @@ The order itself is searched in :mod:`.order_search`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,11 @@ from dataclasses import dataclass, replace
 from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.order_search import OrderProblem, improve_order
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import NOT_YET
+from megatron_ampipe.plan.simulate import NOT_YET, TimedProgram
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     Direction,
+    Program,
     Schedule,
     build,
     check,
@@ -263,16 +265,24 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
         time_us = predictor.direction_us(whole, start.lengths, direction)
         if _least_of(predictor, start, direction) < time_us * (1 - MINIMUM_SAVING / 2):
             timed = predictor.timed(whole, start.lengths, direction)
-            problem = OrderProblem(timed, direction=direction)
-            first = problem.period_of(program)
-            best = improve_order(problem, first)
-            program = program if best == first else problem.program(best)
+            program = best_program(timed, program, direction)
         programs.append(program)
     forward, backward = programs
     if (forward, backward) == (schedule.forward, schedule.backward):
         return start
     searched = replace(schedule, name=SEARCHED, forward=forward, backward=backward)
     return _timed(predictor, searched, start.lengths)
+
+
+# Cached, because programs come back: with other numbers of chunks of one direction, with a host that takes
+# longer but launches graphs only. A search takes tenths of a second.
+@functools.lru_cache(maxsize=128)
+def best_program(timed: TimedProgram, program: Program, direction: Direction) -> Program:
+    """The fastest order of a program of one block or a period, ``timed`` for the short stack."""
+    problem = OrderProblem(timed, direction=direction)
+    first = problem.period_of(program)
+    best = improve_order(problem, first)
+    return program if best == first else problem.program(best)
 
 
 def short_stack(predictor: Predictor) -> Predictor:

@@ -10,7 +10,6 @@ of ``schedule.issue_order``.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
@@ -162,8 +161,8 @@ class TimedProgram:
     """
 
     compiled: Compiled
-    durations: Sequence[float]
-    issue_us: Sequence[float] | None
+    durations: tuple[float, ...]
+    issue_us: tuple[float, ...] | None
     overlap: Overlap
     host_waits: bool = True
 
@@ -204,10 +203,98 @@ def run(timed: TimedProgram) -> tuple[list[float], list[float]]:
     """Compute the start and end of each stage, in the unit of the durations.
 
     They are infinite for stages that never run because lanes deadlock.
+
+    From event to event: an event is the end of a stage, or its issue by the host. One loop with few calls,
+    because a search runs it several thousand times.
     """
-    simulation = _Simulation(timed)
-    simulation.run()
-    return simulation.begin, simulation.end
+    compiled, durations = timed.compiled, timed.durations
+    followers, communicates, contended = compiled.followers, compiled.communicates, compiled.contended
+    positions, latency_us = compiled.positions, timed.overlap.latency_us
+    num_stages = num_left = len(compiled.stages)
+    begin = [0.0] * num_stages
+    end = [NOT_YET] * num_stages
+    # For each stage, the number of its dependencies that have not ended.
+    num_awaited = list(map(len, compiled.needs))
+    # For each lane (on a device: stream), its stages that have not begun, last first.
+    queues = [list(reversed(order)) for _, order in compiled.lanes]
+    host: _Host | None = None
+    num_issued = num_stages
+    if timed.issue_us is not None:
+        queues = list(map(list, compiled.streams))
+        host = _Host(compiled, timed.issue_us, waits=timed.host_waits)
+        num_issued = 0
+    lanes = range(len(queues))
+    # For each lane, the stage that runs, or -1; how long it would still run if it ran alone; and the factor
+    # by which others slow it down until the next event.
+    running = [-1] * len(queues)
+    left = [0.0] * len(queues)
+    slowdown = [1.0] * len(queues)
+    num_resources = 1 + max(contended, default=-1)
+    now = 0.0
+    while num_left:
+        next_event = NOT_YET
+        if host is not None and num_issued < num_stages:
+            next_event = host.issue_until(now, end)
+            num_issued = host.num_issued
+
+        # Begin the next stage of every free lane if its dependencies have ended and it has been issued.
+        busy: list[int] = []
+        compute_left = 0.0
+        transfers = False
+        for lane in lanes:
+            stage = running[lane]
+            if stage < 0:
+                queue = queues[lane]
+                if not queue:
+                    continue
+                stage = queue[-1]
+                if num_awaited[stage] or positions[stage] >= num_issued:
+                    continue
+                running[lane] = queue.pop()
+                begin[stage] = now
+                left[lane] = durations[stage]
+                if communicates[stage] and durations[stage]:
+                    # A collective begins later on a busy processor, at most when the computation has ended.
+                    # The compute lane comes first, so its stage is known.
+                    left[lane] += min(latency_us, compute_left)
+            busy.append(lane)
+            if communicates[stage]:
+                transfers = True
+            elif left[lane] > compute_left:
+                compute_left = left[lane]
+
+        # The running stages slow each other down until the next event.
+        compute_slowdown = communication_slowdown = 1.0
+        if transfers and compute_left > 0.0:
+            compute_slowdown = timed.overlap.compute_slowdown
+            communication_slowdown = timed.overlap.communication_slowdown
+        for lane in busy:
+            slowdown[lane] = communication_slowdown if communicates[running[lane]] else compute_slowdown
+        if num_resources:
+            users = [contended[running[lane]] for lane in busy]
+            for lane, resource in zip(busy, users, strict=True):
+                if resource >= 0:
+                    slowdown[lane] *= users.count(resource)
+        for lane in busy:
+            lane_end = now + left[lane] * slowdown[lane]
+            if lane_end < next_event:
+                next_event = lane_end
+        if next_event == NOT_YET:
+            # Lanes wait for each other.
+            break
+
+        elapsed = next_event - now
+        now = next_event
+        for lane in busy:
+            left[lane] -= elapsed / slowdown[lane]
+            if left[lane] <= ROUNDING_US:
+                stage = running[lane]
+                running[lane] = -1
+                end[stage] = now
+                num_left -= 1
+                for follower in followers[stage]:
+                    num_awaited[follower] -= 1
+    return begin, end
 
 
 class _Host:
@@ -252,129 +339,6 @@ class _Host:
             if self.num_issued < self.num_stages:
                 self._issued_at += issue_us[order[self.num_issued]]
         return NOT_YET
-
-
-class _Simulation:
-    """One run of a program, from event to event; an event is the end of a stage, or its issue by the host.
-
-    Few calls and plain loops over the lanes: a search runs it several thousand times.
-
-    Attributes:
-        begin: When each stage has begun.
-        end: When each stage has ended; infinite before.
-    """
-
-    def __init__(self, timed: TimedProgram) -> None:
-        compiled = timed.compiled
-        self._compiled, self._durations, self._overlap = compiled, timed.durations, timed.overlap
-        self._host: _Host | None = None
-        if timed.issue_us is not None:
-            self._host = _Host(compiled, timed.issue_us, waits=timed.host_waits)
-        self._num_stages = len(compiled.stages)
-        self.begin = [0.0] * self._num_stages
-        self.end = [NOT_YET] * self._num_stages
-        self._num_awaited = list(map(len, compiled.needs))
-        """For each stage, the number of its dependencies that have not ended."""
-        if self._host is None:
-            self._queues = [list(reversed(order)) for _, order in compiled.lanes]
-        else:
-            self._queues = list(map(list, compiled.streams))
-        """For each lane (on a device: stream), its stages that have not begun, last first."""
-        self._running = [-1] * len(self._queues)
-        """For each lane, the stage that runs, or -1."""
-        self._left = [0.0] * len(self._queues)
-        """For each lane, how long its stage would still run if it ran alone."""
-        self._slowdown = [1.0] * len(self._queues)
-        """For each lane, the factor by which others slow its stage down until the next event."""
-        self._overlaps = False
-        """Whether a computation and a transfer run at the same time."""
-        self._shares_resources = max(compiled.contended, default=-1) >= 0
-
-    def run(self) -> None:
-        """Compute :attr:`begin` and :attr:`end`."""
-        host = self._host
-        now = 0.0
-        num_left = self._num_stages
-        while num_left:
-            next_issue = NOT_YET
-            if host is not None and host.num_issued < host.num_stages:
-                next_issue = host.issue_until(now, self.end)
-            self._begin_stages(now)
-            next_event = self._next_event(now, next_issue)
-            if next_event == NOT_YET:
-                # Lanes wait for each other.
-                return
-            num_left -= self._advance(now, next_event)
-            now = next_event
-
-    def _begin_stages(self, now: float) -> None:
-        """Begin the next stage of every free lane if its dependencies have ended and it has been issued."""
-        compiled, running, num_awaited = self._compiled, self._running, self._num_awaited
-        num_issued = self._num_stages if self._host is None else self._host.num_issued
-        compute_left = 0.0
-        transfers = False
-        for lane, queue in enumerate(self._queues):
-            if running[lane] < 0 and queue:
-                stage = queue[-1]
-                if num_awaited[stage] or compiled.positions[stage] >= num_issued:
-                    continue
-                queue.pop()
-                running[lane] = stage
-                self.begin[stage] = now
-                self._left[lane] = self._durations[stage]
-                if compiled.communicates[stage] and self._durations[stage]:
-                    # A collective begins later on a busy processor, at most when the computation has ended.
-                    # The compute lane comes first, so its stage is known.
-                    self._left[lane] += min(self._overlap.latency_us, compute_left)
-            stage = running[lane]
-            if stage < 0:
-                continue
-            if compiled.communicates[stage]:
-                transfers = True
-            elif self._left[lane] > compute_left:
-                compute_left = self._left[lane]
-        self._overlaps = transfers and compute_left > 0.0
-
-    def _next_event(self, now: float, next_issue: float) -> float:
-        """Set how much the running stages slow each other down; returns the time of the next event."""
-        compiled, running, left, slowdown = self._compiled, self._running, self._left, self._slowdown
-        communicates, contended = compiled.communicates, compiled.contended
-        compute_slowdown = communication_slowdown = 1.0
-        if self._overlaps:
-            compute_slowdown = self._overlap.compute_slowdown
-            communication_slowdown = self._overlap.communication_slowdown
-        num_users: Mapping[int, int] = {}
-        if self._shares_resources:
-            num_users = Counter(contended[stage] for stage in running if stage >= 0)
-        next_event = next_issue
-        for lane, stage in enumerate(running):
-            if stage < 0:
-                continue
-            factor = communication_slowdown if communicates[stage] else compute_slowdown
-            if self._shares_resources and contended[stage] >= 0:
-                factor *= num_users[contended[stage]]
-            slowdown[lane] = factor
-            end = now + left[lane] * factor
-            if end < next_event:
-                next_event = end
-        return next_event
-
-    def _advance(self, now: float, next_event: float) -> int:
-        """Run all stages until the next event; returns how many of them end."""
-        running, left, num_awaited = self._running, self._left, self._num_awaited
-        elapsed = next_event - now
-        num_ended = 0
-        for lane, stage in enumerate(running):
-            if stage < 0:
-                continue
-            left[lane] -= elapsed / self._slowdown[lane]
-            if left[lane] <= ROUNDING_US:
-                self.end[stage] = next_event
-                running[lane] = -1
-                num_ended += 1
-                for follower in self._compiled.followers[stage]:
-                    num_awaited[follower] -= 1
-        return num_ended
 
 
 def resource_of(kind: StageKind, *, on_device: bool) -> str:

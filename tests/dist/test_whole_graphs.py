@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ from tests.dist.cases import (
     ALL_TO_ALL,
     FIXED_ROWS,
     GLOBAL_AUX,
+    GRAPH_MODULES,
     HYBRID,
     LARGE,
     LATENT_EXPERTS,
@@ -68,14 +69,17 @@ def _stand_ins() -> Any:
         yield
 
 
-def captured(case: Case, reductions: Any = None) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
-    """Megatron's layers, and AMPipe's with graphs of whole passes; and the state of their fixed rows."""
+def captured(
+    case: Case, reductions: Any = None, *, modules: Collection[str] | None = None
+) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
+    """Megatron's layers, and AMPipe's with graphs of whole passes, or of the stages of these modules; and the
+    state of their fixed rows."""
     from megatron_ampipe.layers.context import WHOLE_PASSES
     from tests.dist.blocks import build_layers, capture
     from tests.dist.test_fixed_rows import fixed_rows_of
 
     stock, ours = build_layers(case, reductions=reductions)
-    capture(ours, WHOLE_PASSES)
+    capture(ours, WHOLE_PASSES if modules is None else modules)
     state = fixed_rows_of(ours)
     state.is_watched = True
     return stock, ours, state
@@ -237,6 +241,61 @@ def test_budgets_that_change_are_captured_again_and_exceeded_ones_are_seen(model
     assert step(6) == ({}, 4)
     num_kept = sum(graph() is not None for graph in graphs)
     assert num_kept == (0 if "moe_flex_dispatcher_backend" in model else len(graphs))
+
+
+_ROUTER = ("moe_router", "moe_preprocess")
+STAGES: dict[str, tuple[Collection[str], dict[str, Any]]] = {
+    # Sizes of captured stages are budgets.
+    "documents": (_ROUTER, {"documents": ((0, 5, 20), (0, 31), (0,)), "batch": 3, "rope": True}),
+    "hybridep": (_ROUTER, {"model": LARGE | HYBRID}),
+    "memory": (GRAPH_MODULES, {"memory": "redispatch", "model": LARGE | SHARED}),
+    # As with a custom router: no captured stage depends on budgets, so a repeat has graphs, too.
+    "attention": (("attn",), {}),
+}
+"""What forbids graphs of whole passes, the modules of which stages are captured then, and the case."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", STAGES)
+def test_graphs_of_stages_follow_budgets_and_see_exceeded_ones(name: str) -> None:
+    from tests.dist.blocks import inputs_of, run, wrong
+
+    modules, changes = STAGES[name]
+    changes = OPTIONS | {"model": LARGE, "stock": ALL_TO_ALL} | changes
+    case = Case("stages", degree=2, layers="mm", stack=1, **changes)
+    stock, ours, state = captured(case, modules=modules)
+    rank = torch.distributed.get_rank()
+
+    def step(number: int, *, is_active: bool = True) -> int:
+        """The graphs that were replayed; what the step computes is compared if no budget was exceeded."""
+        state.is_active = is_active
+        state.begin_step()
+        before = len(cuda_graph_standin.REPLAYS)
+        inputs = inputs_of(case, rank=rank + 10 * number, dtype=torch.float32)
+        expected, found = (run(layer, case, inputs=inputs) for layer in (stock, ours))
+        assert wrong(expected, found, TOLERANCE) == {} or (is_active and exceeds(state)), f"step {number}"
+        change_weights(stock, ours)
+        return len(cuda_graph_standin.REPLAYS) - before
+
+    assert step(0, is_active=False) == 0
+    set_budgets(state)
+    warm_up, captured_now, replayed = (step(number) for number in range(1, 4))
+    depends = name != "attention"
+    assert captured_now == replayed > 0 and warm_up == (0 if depends else replayed)
+    assert not exceeds(state)
+    # Of the first stack; graphs without sizes of budgets stay.
+    graphs = [weakref.ref(graph) for graph in cuda_graph_standin.CAPTURED]
+    use_budget(state._chunks[0], lambda rows: rows + 1)
+    assert step(4) == step(5) == replayed
+    num_kept = sum(graph() is not None for graph in graphs)
+    assert num_kept == (len(graphs) // 2 if depends else len(graphs))
+    use_budget(state._chunks[-1], lambda rows: rows // 8)
+    for number in (6, 7):
+        assert step(number) == replayed and exceeds(state)
+    # The repeat has exact rows, and another budget follows.
+    assert step(7, is_active=False) == (0 if depends else replayed)
+    use_budget(state._chunks[-1], lambda rows: 192)
+    assert step(8) == step(9) == replayed and not exceeds(state)
 
 
 def move_losses(layer: torch.nn.Module) -> None:

@@ -56,12 +56,16 @@ KINDS = {
     "virtual": PP + WITHOUT_DRAWS + OVERLAPS + "--num-layers 8 --ampipe-degree 2 --ampipe-partner "
     "--num-layers-per-virtual-pipeline-stage 2 --ampipe-stack all ",
 }
+KINDS |= {
+    # Stages as CUDA graphs in place of whole passes: attention draws, and what budgets decide is captured.
+    "stages": EP + LLAMA + SHARED + WITHOUT_DRAWS + "--attention-dropout 0.1 --ampipe-degree 2 ",
+}
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
 KINDS |= {
     # A rank that drops rows tells the others. Reductions start between graphs, of the repeats in stages.
     "hybridep-graphs": KINDS["graphs"] + FLEX + PLACED,
 }
-WITH_GRAPHS = ("graphs", "hybridep-graphs", "partners", "virtual")
+WITH_GRAPHS = ("graphs", "hybridep-graphs", "partners", "virtual", "stages")
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 TRIED = 36
 """Iterations that are enough to choose a degree: each is tried three times before it is timed three times."""
@@ -83,6 +87,7 @@ LAUNCHES = {
     "hybridep-graphs": (2, "whole_graphs"),
     "partners": (2, "whole_graphs"),
     "virtual": (2, "whole_graphs"),
+    "stages": (2, "whole_graphs"),
 }
 """Ranks and stand-ins of each kind."""
 WITHOUT_REPEATS = ("stack", "graphs", "partners")
@@ -221,6 +226,16 @@ def test_whole_passes_are_replayed_on_every_rank(kind: str, runs: dict[str, Run]
     # Budgets that a repeat has changed are captured again; a repeat itself runs without graphs.
     first, second = replays["small"]
     assert 0 < first == second <= all_steps
+
+
+def test_stages_are_replayed_where_attention_draws(runs: dict[str, Run]) -> None:
+    small = runs["stages small"]
+    line = (
+        "AMPipe: CUDA graphs of the stages route shared merge, not of whole passes: --attention-dropout draws"
+    )
+    assert line in small.output and line not in runs["stages exact"].output
+    first, second = replays_of(small)
+    assert first == second > 0
 
 
 def replays_of(run: Run) -> list[int]:

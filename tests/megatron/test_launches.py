@@ -148,6 +148,21 @@ LAUNCHES = {
             "CUDA graphs attn of stages",
             "without graphs route merge --moe-expert-capacity-factor: a chunk has what earlier chunks leave",
             "experts, transfers their number of rows changes",
+            "AMPipe: CUDA graphs of the stages qkv attention, not of whole passes: --ampipe-rows exact: "
+            "numbers of rows change",
+        ),
+    ),
+    "graphs in place of whole passes": Launch(
+        ALLTOALL
+        + SHARED
+        + GRAPHS.partition("--cuda-graph-modules")[0].format("local")
+        + "--ampipe-rows fixed --attention-dropout 0.1 --ampipe-memory rebuild",
+        (
+            "CUDA graphs moe_preprocess moe_router of stages",
+            "without graphs qkv attention --attention-dropout draws random numbers",
+            "experts, transfers only graphs of whole passes have them",
+            "AMPipe: CUDA graphs of the stages route shared merge, not of whole passes: --attention-dropout "
+            "draws random numbers",
         ),
     ),
     "graphs of mamba layers": Launch(

@@ -13,6 +13,7 @@ from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
+from megatron_ampipe.launch.captured import captured_stages
 from megatron_ampipe.launch.environment import exchanges_of
 from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
 from megatron_ampipe.launch.run import prepare_arguments, requested
@@ -104,42 +105,37 @@ REFUSED = {
             ("transformer_engine", "--ampipe-plan plan.yaml"),
             ("local", "--ampipe-memory-budget 40GiB"),
             ("local", "--ampipe-cluster dgx-h100"),
+            # Graphs of stages in place of whole passes.
+            ("local", "--ampipe-rows fixed --transformer-impl local --ampipe-degree auto"),
         )
     ],
     "--cuda-graph-impl (3)": [
-        "local --cuda-graph-modules attn --ampipe-grad-reduce placed --overlap-grad-reduce"
+        f"local {others} --ampipe-grad-reduce placed --overlap-grad-reduce"
+        for others in (
+            "--cuda-graph-modules attn",
+            # In place of whole passes.
+            "--ampipe-rows fixed --transformer-impl local --attention-dropout 0.1",
+        )
     ],
     "--cuda-graph-impl (4)": ["transformer_engine --cuda-graph-modules attn --ampipe-partner"],
-    "--cuda-graph-impl (5)": [
-        *(
-            f"{implementation} --ampipe-rows fixed --transformer-impl local {others}"
-            for implementation, others in (
-                ("local", "--hidden-dropout 0.1"),
-                ("transformer_engine", "--attention-dropout 0.1"),
-                ("local", "--moe-input-jitter-eps 0.1"),
-                ("local", "--moe-router-load-balancing-type sinkhorn"),
-                ("local", "--moe-expert-capacity-factor 1.5"),
-                ("local", "--ampipe-router cosine"),
-                ("local", "--ampipe-wire tests.wires:HalvesWire"),
-                ("local", "--ampipe-degree auto"),
-                ("local", "--reset-attention-mask"),
-                ("local", "--sft"),
-            )
-        ),
-    ],
+    "--cuda-graph-impl (5)": ["local --ampipe-rows fixed --transformer-impl local --ampipe-degree auto"],
     "--cuda-graph-impl (6)": [
-        f"local --ampipe-rows fixed --transformer-impl local {others}"
-        for others in ("--ampipe-memory-budget 40GiB", "--ampipe-memory rebuild")
+        f"{implementation} --ampipe-rows fixed --transformer-impl local --recompute-granularity full {others}"
+        for implementation, others in (("local", "--hidden-dropout 0.1"), ("transformer_engine", "--sft"))
     ],
     "--cuda-graph-impl (7)": [
+        f"local --ampipe-rows fixed --transformer-impl local --ampipe-memory-budget 40GiB {others}"
+        for others in ("", "--ampipe-memory auto")
+    ],
+    "--cuda-graph-impl (8)": [
         f"{name} --ampipe-rows fixed --moe-grouped-gemm --micro-batch-size 64 --fp8-param-gather {FP8}"
         for name in ("local", "transformer_engine")
     ],
-    "--cuda-graph-impl (8)": [
+    "--cuda-graph-impl (9)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --ampipe-grad-reduce placed "
         "--overlap-grad-reduce",
     ],
-    "--cuda-graph-impl (9)": [
+    "--cuda-graph-impl (10)": [
         "local --ampipe-rows fixed --transformer-impl local --ampipe-partner --global-batch-size 1024 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ],
@@ -269,6 +265,38 @@ def test_experts_that_run_over_fixed_rows(words: str, parser: argparse.ArgumentP
     args = parser.parse_args([*ACCEPTED, "--ampipe-rows", "fixed", *shlex.split(words)])
     prepare_arguments(args, requested(args))
     refuse_unsupported(Settings(), Pipeline.of(4), args)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            f"--cuda-graph-modules {modules}"
+            for modules in ("attn", "moe_router moe_preprocess --hidden-dropout 0.1", "moe --sft")
+        ),
+        "--attention-dropout 0.1",
+        "--hidden-dropout 0.1",
+        "--moe-input-jitter-eps 0.1",
+        "--moe-router-load-balancing-type sinkhorn",
+        "--moe-router-force-load-balancing",
+        "--moe-expert-capacity-factor 1.5",
+        "--ampipe-router cosine",
+        "--ampipe-wire tests.wires:HalvesWire",
+        "--ampipe-routing-dir routing",
+        "--ampipe-memory rebuild",
+        "--fine-grained-activation-offloading --offload-modules expert_fc1",
+        "--reset-attention-mask",
+        "--sft",
+        "--dataloader-inter-document-masking",
+    ],
+)
+def test_graphs_of_stages_over_fixed_rows(words: str, parser: argparse.ArgumentParser) -> None:
+    given = f"--ampipe-rows fixed --transformer-impl local --cuda-graph-impl local {words}"
+    args = parser.parse_args([*ACCEPTED, *shlex.split(given)])
+    prepare_arguments(args, requested(args))
+    refuse_unsupported(Settings(), Pipeline.of(4), args)
+    graphs = captured_stages(args)
+    assert graphs.stages and (graphs.no_passes is None) == ("--cuda-graph-modules" in words)
 
 
 def test_a_rule_states_one_reason_and_the_flag_in_conflict_stands_with_the_value() -> None:

@@ -7,8 +7,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from megatron_ampipe.launch.captured import CapturedStages
 from megatron_ampipe.launch.resolve import adjust_arguments, take_over_graphs
 from megatron_ampipe.launch.run import Run
+from megatron_ampipe.launch.startup import print_graphs
 from tests.golden.write import SETTINGS
 
 MASK, ROTARY = "--no-create-attention-mask-in-dataloader", "--no-rope-fusion"
@@ -96,3 +98,60 @@ def test_nothing_is_captured_of_layers_that_run_again() -> None:
     assert graphs.notes == (
         ("qkv attention", "--recompute-granularity full: the backward pass runs them again"),
     )
+
+
+GRAPHS_OF_LAYERS = {"cuda_graph_impl": "local", "ampipe_rows": "fixed", "transformer_impl": "local"}
+ALL_STAGES = "qkv attention route merge"
+# An argument that forbids graphs of whole passes, the stages that are captured in their place, and the flag.
+IN_PLACE_OF_PASSES = {
+    "attention_dropout": (0.1, "route merge", "--attention-dropout"),
+    "hidden_dropout": (0.1, "route", "--hidden-dropout"),
+    "moe_input_jitter_eps": (0.1, "qkv attention", "--moe-input-jitter-eps"),
+    "moe_router_force_load_balancing": (True, "qkv attention", "--moe-router-force-load-balancing"),
+    "sft": (True, "route merge", "--sft:"),
+    "dataloader_inter_document_masking": (True, "route merge", "--dataloader-inter-document-masking:"),
+    "reset_attention_mask": (True, "route merge", "--reset-attention-mask:"),
+    "ampipe_router": ("cosine", "qkv attention", "--ampipe-router:"),
+    "ampipe_routing_dir": ("routing", "qkv attention", "--ampipe-routing-dir:"),
+    "ampipe_wire": ("tests.wires:HalvesWire", ALL_STAGES, "--ampipe-wire:"),
+    "moe_router_load_balancing_type": ("sinkhorn", "qkv attention", "--moe-router-load-balancing-type:"),
+    "moe_expert_capacity_factor": (1.0, "qkv attention", "--moe-token-drop-policy"),
+    "ampipe_memory": ("rebuild", ALL_STAGES, "--ampipe-memory:"),
+    "ampipe_rows": ("exact", ALL_STAGES, "--ampipe-rows"),
+}
+
+
+def graphs_of(**changed: Any) -> CapturedStages:
+    return take_over_graphs(argparse.Namespace(**SETTINGS | GRAPHS_OF_LAYERS | changed))
+
+
+@pytest.mark.parametrize("name", IN_PLACE_OF_PASSES)
+def test_graphs_of_stages_take_the_place_of_whole_passes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value, stages, flag = IN_PLACE_OF_PASSES[name]
+    print_graphs(graphs_of())
+    assert graphs_of().of_passes and capsys.readouterr().out == "", "nothing takes their place"
+    graphs = graphs_of(**{name: value})
+    print_graphs(graphs)
+    assert not graphs.of_passes and graphs.stages == stages
+    line = f"AMPipe: CUDA graphs of the stages {stages}, not of whole passes: {graphs.no_passes}\n"
+    assert capsys.readouterr().out == line
+    assert graphs.no_passes is not None and graphs.no_passes.startswith(f"{flag} ")
+    # What is named is captured, without a line.
+    named = graphs_of(**{name: value}, cuda_graph_modules=["attn", "moe_router", "moe_preprocess"])
+    assert (named.stages, named.no_passes) == (stages, None)
+
+
+def test_values_that_change_nothing_forbid_no_graph() -> None:
+    assert graphs_of(reset_attention_mask=True, transformer_impl="transformer_engine").of_passes
+    assert graphs_of(moe_expert_capacity_factor=1.0, moe_token_drop_policy="position").of_passes
+    assert graphs_of(ampipe_wire="fp8", ampipe_memory="keep").of_passes
+
+
+def test_mamba_layers_of_steps_that_can_repeat_have_no_graphs() -> None:
+    hybrid = {"hybrid_layer_pattern": "M*EM", "attention_dropout": 0.1}
+    assert graphs_of(**hybrid, ampipe_rows="exact").keeps_mamba
+    graphs = graphs_of(**hybrid)
+    assert not graphs.keeps_mamba and graphs.stages
+    assert graphs.notes[-1][0] == "mamba"

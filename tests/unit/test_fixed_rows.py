@@ -16,7 +16,7 @@ from megatron_ampipe import compat
 from megatron_ampipe.exchange.budgets import FixedRows, budget_of
 from megatron_ampipe.launch import fixed_rows
 from megatron_ampipe.launch.fixed_rows import (
-    QUIET_STEPS,
+    SELDOM,
     WARM_UP,
     WINDOW,
     FixedRowsSteps,
@@ -233,14 +233,14 @@ def test_a_budget_becomes_smaller_only_after_a_window() -> None:
     assert step.budget == 23
 
 
-def test_repeats_soon_after_each_other_widen_the_margin() -> None:
+def test_repeats_that_are_not_seldom_widen_the_margin() -> None:
     step = Step(margin=1.25)
     for count in (100, 100, 1000):
         step.run(count)
     first = budget_of([[1000]], margin=1.25).rows[0][0]
     assert step.budget == first
     step.run(first + 1)
-    assert step.budget == budget_of([[first + 1]], margin=1.5).rows[0][0]
+    assert step.budget == budget_of([[first + 1]], margin=1.375).rows[0][0]
 
 
 def test_first_budgets_are_wide_until_a_window_is_full() -> None:
@@ -253,18 +253,35 @@ def test_first_budgets_are_wide_until_a_window_is_full() -> None:
     assert step.budget == budget_of([[1000]], margin=1.25).rows[0][0]
 
 
-def test_a_widened_margin_becomes_narrower_but_not_than_the_given_one() -> None:
+def test_a_margin_follows_how_often_steps_are_repeated() -> None:
     margin = Margin(1.25)
-    widest = []
-    for _ in range(3):
-        margin.after_repeat()
-        widest.append(margin.factor)
-    assert widest == [1.25, 1.5, 2.0]
-    for factor in (1.5, 1.25, 1.25):
-        for _ in range(QUIET_STEPS):
-            assert margin.factor > factor or factor == 1.25
+
+    def repeated_after(num_steps: int) -> float:
+        for _ in range(num_steps):
             margin.after_step()
-        assert margin.factor == factor
+        margin.after_repeat()
+        return margin.factor
+
+    assert repeated_after(0) == 1.25, "the first one"
+    assert repeated_after(SELDOM) == 1.25, "seldom"
+    wider = [repeated_after(SELDOM - 1) for _ in range(8)]
+    assert wider[:3] == [1.375, 1.5625, 1.84375] and wider[6:] == [4.0, 4.0]
+    narrower = [margin.factor]
+    for _ in range(8):
+        for _ in range(2 * SELDOM):
+            assert margin.factor == narrower[-1]
+            margin.after_step()
+        narrower.append(margin.factor)
+    assert narrower[:3] == [4.0, 3.0, 1 + 4 / 3] and narrower[-1] == 1.25
+    assert Margin(1.0).of_first_budgets == 1.0
+
+
+@pytest.mark.parametrize("given", [1.0, 7.0])
+def test_a_margin_is_never_narrower_than_the_given_one(given: float) -> None:
+    margin = Margin(given)
+    for _ in range(9):
+        margin.after_repeat()
+    assert margin.factor == max(given, 4.0)
 
 
 def test_experts_whose_products_read_sizes_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

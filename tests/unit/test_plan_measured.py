@@ -53,10 +53,10 @@ def simulated_ms(
             for rank in row["stages_us_by_rank"]
         ]
         compiled = compile_named(schedule, layers, direction)
-        durations = [
+        durations = tuple(
             (min if stage.is_communication else max)(times[stage] for times in by_rank)
             for stage in compiled.stages
-        ]
+        )
         in_order += TimedProgram(compiled, durations, None, overlap).end_us
         in_turn += sum(durations)
         longest += max(sum(durations[stage] for stage in lane) for _, lane in compiled.lanes)

@@ -16,7 +16,7 @@ from megatron_ampipe.plan.block import Block
 from megatron_ampipe.plan.cluster import Overlap, find_cluster, read_cluster
 from megatron_ampipe.plan.model_block import block_of, layers_of
 from megatron_ampipe.plan.model_file import find_model, read_model
-from megatron_ampipe.plan.order_search import OrderProblem, improve_order
+from megatron_ampipe.plan.order_search import OrderProblem, Period, _with_one_move, improve_order
 from megatron_ampipe.plan.planner import Plans, make_plan, make_plans, plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
@@ -29,7 +29,7 @@ from megatron_ampipe.plan.search import (
     improve_chunks,
     least_of_degree,
 )
-from megatron_ampipe.plan.simulate import TimedProgram, compile_program
+from megatron_ampipe.plan.simulate import NOT_YET, TimedProgram, compile_program
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     BlockFeatures,
@@ -40,6 +40,7 @@ from megatron_ampipe.schedule import (
     check,
     even_chunks,
     needs_of,
+    period,
 )
 from megatron_ampipe.tools.measuring.grid import block_of_case
 from tests.plan_cases import NONE, cluster, grid_case, python_calls, sized_block, without_device
@@ -65,7 +66,7 @@ def random_problem(seed: int) -> tuple[OrderProblem, Schedule, Direction]:
     possible_times = rng.choice(
         [(0.0, 0.0, 0.0, 1.0, 2.0), range(7), [thousandth / 1000 for thousandth in range(8000)]]
     )
-    times = [float(rng.choice(possible_times)) for _ in compiled.stages]
+    times = tuple([float(rng.choice(possible_times)) for _ in compiled.stages])
     compute, communication = rng.choice(SLOWDOWNS)
     overlap = Overlap(compute_slowdown=compute, communication_slowdown=communication, **NONE)
     return (
@@ -112,6 +113,36 @@ def test_orders_of_two_chunks_are_nearly_optimal() -> None:
     above = [ratio for ratio in ratios if ratio > 1.01]
     assert len(above) <= 0.05 * len(ratios)
     assert max(ratios) <= 1.15
+
+
+def stack_problem(direction: Direction) -> tuple[OrderProblem, Period]:
+    """Four layers that share a schedule, in two chunks, and their named period."""
+    predictor = Predictor(sized_block(), cluster(), num_layers=4)
+    schedule = period(build("ampipe", degree=2, features=predictor.features))
+    lengths = even_chunks(predictor.block.rows, 2)
+    problem = OrderProblem(
+        predictor.timed(predictor.whole(schedule), lengths, direction), direction=direction
+    )
+    return problem, problem.period_of(schedule.program(direction))
+
+
+def test_only_orders_that_deadlock_are_not_simulated() -> None:
+    problems = [stack_problem(direction) for direction in Direction]
+    for seed in range(8):
+        problem, schedule, direction = random_problem(seed)
+        problems.append((problem, problem.period_of(schedule.program(direction))))
+    left_out = 0
+    for problem, current in problems:
+        generator = random.Random(0)
+        for _ in range(100):
+            moved = _with_one_move(problem, current, generator)
+            _, end = problem._spans(problem.repeated(moved))
+            if not problem._is_in_order(moved):
+                left_out += 1
+                assert max(end) == NOT_YET, moved
+            elif max(end) < NOT_YET:
+                current = moved
+    assert left_out > 200
 
 
 BLOCKS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_ampipe.block.megatron_settings import Arguments
-from megatron_ampipe.launch.captured import captures_passes
 from megatron_ampipe.launch.refusals.refusal import (
     DISPATCHER,
     Refusal,
@@ -52,12 +51,7 @@ def _single_products(args: Arguments) -> str | None:
 
 def _not_with_fixed_rows(args: Arguments) -> str | None:
     """The first flag that cannot be combined with ``--ampipe-rows fixed`` yet."""
-    flag = first_set(args, *_NOT_WITH_FIXED_ROWS)
-    if flag is not None:
-        return flag
-    if args.cuda_graph_impl not in (None, "none") and not captures_passes(args):
-        return "--cuda-graph-impl"
-    return None
+    return first_set(args, *_NOT_WITH_FIXED_ROWS)
 
 
 FIXED_ROWS: tuple[Refusal, ...] = (

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from megatron_ampipe.block.megatron_settings import Arguments
 from megatron_ampipe.block.settings import AUTO
-from megatron_ampipe.launch.captured import captured_stages, captures_passes
+from megatron_ampipe.launch.captured import asks_for_passes, captured_stages, captures_passes
 from megatron_ampipe.launch.environment import passes_of_step
 from megatron_ampipe.launch.refusals.refusal import Refusal, first_set, named_with
-from megatron_ampipe.schedule import KEEP, Exchange
-from megatron_ampipe.schedule.features import balances, has_capacity
 
 _GRAPHS = "--cuda-graph-impl"
 _CHOOSING = ("--ampipe-plan", "--ampipe-save-plan", "--ampipe-cluster", "--ampipe-memory-budget")
-_NOT_WITH_WHOLE_PASSES = (
-    "--ampipe-exchange", "--ampipe-condense", "--ampipe-router", "--use-megatron-fsdp",
-    "--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps",
-    "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
-    "--reset-attention-mask", "--sft", "--dataloader-inter-document-masking",
-)  # fmt: skip
-"""Flags that forbid graphs of whole passes, unless their value is one of ``_USUAL``."""
-_USUAL = (None, False, 0, Exchange.ROWS)
 
 
 def _captures_stages(args: Arguments) -> bool:
@@ -35,31 +25,27 @@ def _chooses_without_graphs(args: Arguments) -> str | None:
     return named_with(args, _GRAPHS, flag) if _captures_stages(args) else None
 
 
-def _cannot_capture_passes(args: Arguments) -> str | None:
-    """The value of ``--cuda-graph-impl``, with the flag that forbids whole passes; None if there is none."""
-    if not captures_passes(args):
+def _tries_passes(args: Arguments) -> str | None:
+    """Whether graphs of the passes of every degree would have to be captured, each for a few iterations."""
+    tries = args.ampipe_degree == AUTO and args.ampipe_cluster is None
+    return named_with(args, _GRAPHS, "--ampipe-degree") if tries and captures_passes(args) else None
+
+
+def _captures_nothing(args: Arguments) -> str | None:
+    """The flag that forbids whole passes, where no stage can be captured either."""
+    if not asks_for_passes(args):
         return None
-    forbidden = {
-        **{flag: args.of(flag) not in _USUAL for flag in _NOT_WITH_WHOLE_PASSES},
-        # Trials would have to capture the passes of every degree before they time them.
-        "--ampipe-degree auto": args.ampipe_degree == AUTO and args.ampipe_cluster is None,
-        # A replay runs no hook, with which the routing is recorded.
-        "--ampipe-routing-dir": first_set(args, "--ampipe-routing-dir") is not None,
-        "--ampipe-wire": args.ampipe_wire not in (None, "bf16", "fp8"),
-        "--moe-router-load-balancing-type": balances(args),
-        "--moe-token-drop-policy": has_capacity(args) and args.moe_token_drop_policy != "position",
-    }
-    conflict = next((flag for flag, is_set in forbidden.items() if is_set), None)
-    return None if conflict is None else f"{args.cuda_graph_impl} with {conflict}"
+    graphs = captured_stages(args)
+    if not graphs.is_empty or graphs.no_passes is None:
+        return None
+    return f"{args.cuda_graph_impl} with {graphs.no_passes.split()[0].rstrip(':')}"
 
 
 def _restores_in_stages(args: Arguments) -> str | None:
-    """The flag with which whole passes would have strategies of memory."""
+    """The flag that chooses a strategy of memory, which whole passes would have."""
     if not captures_passes(args):
         return None
-    strategy = "--ampipe-memory" if args.ampipe_memory not in (None, KEEP) else None
-    others = first_set(args, "--ampipe-memory-budget", "--fine-grained-activation-offloading")
-    return named_with(args, _GRAPHS, others, strategy)
+    return named_with(args, _GRAPHS, first_set(args, "--ampipe-memory-budget"))
 
 
 def _gathers_fp8(args: Arguments) -> str | None:
@@ -122,34 +108,39 @@ GRAPHS: tuple[Refusal, ...] = (
         _has_partner,
     ),
     Refusal(
-        "--cuda-graph-impl",
-        "a graph of a whole pass holds what does not depend on data, on documents or on other micro-batches, "
-        "and draws no random numbers",
-        "Use local or transformer_engine without the flag that is named with it, or --cuda-graph-impl none.",
-        _cannot_capture_passes,
+        _GRAPHS,
+        "graphs of whole passes are captured for one degree, and none can be tried before",
+        "Name the degree: --ampipe-degree 2, or add --ampipe-cluster FILE, which plans without trials.",
+        _tries_passes,
     ),
     Refusal(
-        "--cuda-graph-impl",
-        "whole passes are captured with all activations, which no stage restores yet",
+        _GRAPHS,
+        "neither whole passes nor single stages can be captured",
+        "Leave out the flag that is named with it, or use --cuda-graph-impl none.",
+        _captures_nothing,
+    ),
+    Refusal(
+        _GRAPHS,
+        "whole passes are captured with all activations, and a budget may choose to restore some",
         "Use --recompute-granularity, which is captured, without the flag that is named with it; or "
         "--cuda-graph-impl none.",
         _restores_in_stages,
     ),
     Refusal(
-        "--cuda-graph-impl",
+        _GRAPHS,
         "a graph of a whole pass reads parameters where they were at its capture, and those in FP8 do not "
         "say where their numbers are",
         "Leave out --fp8-param-gather, or use --cuda-graph-impl none.",
         _gathers_fp8,
     ),
     Refusal(
-        "--cuda-graph-impl",
+        _GRAPHS,
         "the passes of two micro-batches are one graph, and the host starts reductions between graphs",
         "Use --ampipe-grad-reduce stock, or leave out --ampipe-partner.",
         _reduces_with_partners,
     ),
     Refusal(
-        "--cuda-graph-impl",
+        _GRAPHS,
         f"with virtual pipeline stages each pass of a step is a separate graph, and more than {MAX_PASSES} "
         "forward passes of a rank are too many",
         "Use --cuda-graph-impl none, or a smaller --global-batch-size.",
