@@ -304,7 +304,7 @@ def train_with_graphs(ours: Any, case: Case, options: dict[str, Any], *, exceeds
 
 def require_own_weights(layer: torch.nn.Module) -> None:
     """Fail if a layer keeps a quantized weight in memory of a graph, for passes without graphs to read."""
-    of_graphs = set().union(*(pool.addresses for pool in cuda_graph_standin.POOLS.values()))
+    of_graphs = {address for pool in cuda_graph_standin.POOLS.values() for address in pool.addresses}
     for name, linear in layer.named_modules():
         for kept in getattr(linear, "_fp8_workspaces", {}).values():
             address = kept.along_rows.untyped_storage().data_ptr()
