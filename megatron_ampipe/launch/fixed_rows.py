@@ -24,14 +24,14 @@ from megatron_ampipe.launch.megatron_types import Model, Optimizer, RunPasses
 
 WARM_UP = 2
 """Steps with exact rows before the first budget of a chunk is learned."""
-WINDOW = 16
-"""A budget can become smaller after so many steps, whose largest counts it is learned from."""
+WINDOW = 256
+"""A budget can become smaller after so many steps, whose largest counts it is learned from.
 
-
-SELDOM = 1000
-"""A step should be repeated once in so many steps, or less often."""
+For the same padding, recorded routings exceed budgets of long windows less often than those of short windows
+with a wider margin, and CUDA graphs are captured again less often (docs/log/2026-11-29.md).
+"""
 _WIDER = 1.5
-"""How much wider a margin becomes, above 1."""
+"""How much wider the margin becomes, above 1, after a window with several repeated steps."""
 _LEAST_WIDENED, _WIDEST = 1.25, 4.0
 """The least and the largest factor that repeats lead to."""
 _KEPT_SLACK = 0.75
@@ -63,26 +63,23 @@ class Margin:
     def __init__(self, given: float) -> None:
         self._given = given
         self.factor = given
-        """Of budgets that are learned from a window."""
-        self._since_repeated = SELDOM
-
-    @property
-    def of_first_budgets(self) -> float:
-        """Of budgets that are learned from the warm-up alone, which has seen few steps of a young routing."""
-        return 1 + 2 * (self.factor - 1)
-
-    def after_step(self) -> None:
-        """A step was not repeated: if none was for long, a wider margin becomes narrower again."""
-        self._since_repeated += 1
-        if self._since_repeated % (2 * SELDOM) == 0:
-            self.factor = max(self._given, 1 + (self.factor - 1) / _WIDER)
+        self._num_repeated = 0
+        """In this window."""
+        self._is_first = True
 
     def after_repeat(self) -> None:
-        """A step was repeated: if that is not seldom, the margin becomes wider."""
-        if self._since_repeated < SELDOM:
+        """A step was repeated."""
+        self._num_repeated += 1
+
+    def after_window(self) -> None:
+        """A window is full. The first one says nothing: it begins with budgets of the warm-up alone."""
+        if self._num_repeated > 1 and not self._is_first:
             wider = max(_LEAST_WIDENED, 1 + _WIDER * (self.factor - 1))
             self.factor = max(self._given, min(wider, _WIDEST))
-        self._since_repeated = 0
+        elif self._num_repeated == 0:
+            self.factor = max(self._given, 1 + (self.factor - 1) / _WIDER)
+        self._num_repeated = 0
+        self._is_first = False
 
 
 class FixedRowsSteps(Hook):
@@ -132,7 +129,6 @@ class FixedRowsSteps(Hook):
         finally:
             rows.is_active = False
         if not self._exceeded():
-            self._margin.after_step()
             return losses
         # What was counted after the first missing row is not the routing of this step.
         rows.begin_step()
@@ -167,9 +163,11 @@ class FixedRowsSteps(Hook):
     def after_step(self) -> None:
         """Learn budgets after the warm-up, when a window is full, and after a repeated step."""
         is_full = self._in_window >= WINDOW
+        if is_full:
+            self._margin.after_window()
         if is_full or self._was_repeated:
             self._rows.learn_again(self._margin.factor, may_shrink=is_full, keeps=is_near)
-        self._rows.learn_first(self._margin.of_first_budgets, warm_up=WARM_UP)
+        self._rows.learn_first(self._margin.factor, warm_up=WARM_UP)
         if is_full:
             self._in_window = 0
         self._was_repeated = False

@@ -6,8 +6,8 @@ import math
 
 VARIATION = 4.0
 """How many times the square root of a count is added to its budget."""
-_LARGEST = 2.25
-"""Standard deviations between the mean of a count and its largest value in 16 steps, about."""
+_LARGEST = 3.1
+"""Standard deviations between the mean of a count and its largest value in 256 steps, about."""
 
 
 def rows_of_budget(count: float, *, margin: float) -> int:

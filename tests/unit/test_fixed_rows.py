@@ -16,7 +16,6 @@ from megatron_ampipe import compat
 from megatron_ampipe.exchange.budgets import FixedRows, budget_of
 from megatron_ampipe.launch import fixed_rows
 from megatron_ampipe.launch.fixed_rows import (
-    SELDOM,
     WARM_UP,
     WINDOW,
     FixedRowsSteps,
@@ -233,55 +232,41 @@ def test_a_budget_becomes_smaller_only_after_a_window() -> None:
     assert step.budget == 23
 
 
-def test_repeats_that_are_not_seldom_widen_the_margin() -> None:
-    step = Step(margin=1.25)
-    for count in (100, 100, 1000):
-        step.run(count)
-    first = budget_of([[1000]], margin=1.25).rows[0][0]
-    assert step.budget == first
-    step.run(first + 1)
-    assert step.budget == budget_of([[first + 1]], margin=1.375).rows[0][0]
-
-
-def test_first_budgets_are_wide_until_a_window_is_full() -> None:
-    step = Step(margin=1.25)
-    for _ in range(WARM_UP):
-        step.run(1000)
-    assert step.budget == budget_of([[1000]], margin=1.5).rows[0][0]
-    for _ in range(WINDOW - WARM_UP):
-        step.run(1000)
-    assert step.budget == budget_of([[1000]], margin=1.25).rows[0][0]
-
-
-def test_a_margin_follows_how_often_steps_are_repeated() -> None:
+def test_windows_with_several_repeats_widen_the_margin() -> None:
     margin = Margin(1.25)
 
-    def repeated_after(num_steps: int) -> float:
-        for _ in range(num_steps):
-            margin.after_step()
-        margin.after_repeat()
+    def window(num_repeated: int) -> float:
+        for _ in range(num_repeated):
+            margin.after_repeat()
+        margin.after_window()
         return margin.factor
 
-    assert repeated_after(0) == 1.25, "the first one"
-    assert repeated_after(SELDOM) == 1.25, "seldom"
-    wider = [repeated_after(SELDOM - 1) for _ in range(8)]
-    assert wider[:3] == [1.375, 1.5625, 1.84375] and wider[6:] == [4.0, 4.0]
-    narrower = [margin.factor]
-    for _ in range(8):
-        for _ in range(2 * SELDOM):
-            assert margin.factor == narrower[-1]
-            margin.after_step()
-        narrower.append(margin.factor)
-    assert narrower[:3] == [4.0, 3.0, 1 + 4 / 3] and narrower[-1] == 1.25
-    assert Margin(1.0).of_first_budgets == 1.0
+    assert window(9) == 1.25, "the first one"
+    assert [window(num_repeated) for num_repeated in (1, 2, 1, 5)] == [1.25, 1.375, 1.375, 1.5625]
+    assert [window(2) for _ in range(6)][-2:] == [4.0, 4.0]
+    narrower = [window(0) for _ in range(8)]
+    assert narrower[:2] == [3.0, 1 + 4 / 3] and narrower[-2:] == [1.25, 1.25]
 
 
 @pytest.mark.parametrize("given", [1.0, 7.0])
 def test_a_margin_is_never_narrower_than_the_given_one(given: float) -> None:
     margin = Margin(given)
+    margin.after_window()
     for _ in range(9):
         margin.after_repeat()
+        margin.after_repeat()
+        margin.after_window()
     assert margin.factor == max(given, 4.0)
+
+
+def test_a_step_learns_with_the_margin_of_its_window() -> None:
+    step = Step(margin=1.25)
+    for count in (100, 100, 1000, 2000, *[100] * (WINDOW - 4)):
+        step.run(count)
+    assert step.rows.num_repeated == 2 and step.budget == budget_of([[2000]], margin=1.25).rows[0][0]
+    for count in (3000, 5000, *[100] * (WINDOW - 2)):
+        step.run(count)
+    assert step.rows.num_repeated == 4 and step.budget == budget_of([[5000]], margin=1.375).rows[0][0]
 
 
 def test_experts_whose_products_read_sizes_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
