@@ -7,7 +7,6 @@ each step, :meth:`FixedRows.overflow`, by which ``launch.fixed_rows`` knows whet
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,34 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import copy_to_device
-from megatron_ampipe.schedule.row_budget import rows_of_budget
+from megatron_ampipe.schedule.row_budget import Counts, RowBudget, budget_of
 
 # P expert-parallel ranks.
 
-
-@dataclass(frozen=True, slots=True)
-class RowBudget:
-    """How many rows each rank sends to each rank in one chunk, ``[P][P]``; all ranks of a group have it."""
-
-    rows: tuple[tuple[int, ...], ...]
-
-    def joined(self, other: RowBudget) -> RowBudget:
-        """The larger number of rows of each pair."""
-        return RowBudget(
-            tuple(tuple(map(max, row, others)) for row, others in zip(self.rows, other.rows, strict=True))
-        )
-
-    def sent_by(self, rank: int) -> list[int]:
-        """Rows to each rank."""
-        return list(self.rows[rank])
-
-    def received_by(self, rank: int) -> list[int]:
-        """Rows from each rank."""
-        return [row[rank] for row in self.rows]
-
-
-Counts = Sequence[Sequence[int]]
-"""Rows of each rank for each rank, ``[P][P]``."""
 Keeps = Callable[[RowBudget, RowBudget, Counts], bool]
 """Whether a budget stays, in place of one that was learned from these counts."""
 
@@ -245,8 +220,3 @@ class FixedRows:
         for chunk in self._chunks:
             if chunk.budget is not None:
                 chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
-
-
-def budget_of(counts: Counts, *, margin: float) -> RowBudget:
-    """The budget of the largest counts ``[P][P]``."""
-    return RowBudget(tuple(tuple(rows_of_budget(count, margin=margin) for count in row) for row in counts))

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.block.settings import SETTING
-from megatron_ampipe.exchange.budgets import ChunkRows, FixedRows, RowBudget
+from megatron_ampipe.exchange.budgets import ChunkRows, FixedRows
 from megatron_ampipe.exchange.packing import AllToAllChunk
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, all_gather
+from megatron_ampipe.schedule.row_budget import RowBudget
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, M rows that are
 # sent with padding, R rows that arrive with padding, Q rows sorted by expert with padding, S ranks that share

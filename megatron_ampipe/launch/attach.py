@@ -17,7 +17,7 @@ from megatron_ampipe.files import outputs
 from megatron_ampipe.launch import startup
 from megatron_ampipe.launch.auto import Agreement, AutoDegree, save_choice
 from megatron_ampipe.launch.environment import PARTNER_FLAG
-from megatron_ampipe.launch.fixed_rows import WARM_UP, FixedRowsSteps
+from megatron_ampipe.launch.fixed_rows import FixedRowsSteps
 from megatron_ampipe.launch.hooks import Hook, Hooks, PlacedReductions
 from megatron_ampipe.launch.megatron_types import Model
 from megatron_ampipe.launch.partners import PartneredSteps
@@ -29,6 +29,7 @@ from megatron_ampipe.layers.gates import TokenIdRouter, give_token_ids
 from megatron_ampipe.runtime.partners import Partners
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
+from megatron_ampipe.schedule.row_budget import WARM_UP
 
 
 def attach(run: Run, hooks: Hooks, *, notes: Sequence[startup.Row] = ()) -> AMPipeContext | None:

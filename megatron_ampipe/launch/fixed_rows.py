@@ -16,70 +16,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 
 from megatron_ampipe import compat
-from megatron_ampipe.exchange.budgets import Counts, FixedRows, RowBudget
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.megatron_types import Model, Optimizer, RunPasses
-
-WARM_UP = 2
-"""Steps with exact rows before the first budget of a chunk is learned."""
-WINDOW = 256
-"""A budget can become smaller after so many steps, whose largest counts it is learned from.
-
-For the same padding, recorded routings exceed budgets of long windows less often than those of short windows
-with a wider margin, and CUDA graphs are captured again less often (docs/log/2026-11-29.md).
-"""
-_WIDER = 1.5
-"""How much wider the margin becomes, above 1, after a window with several repeated steps."""
-_LEAST_WIDENED, _WIDEST = 1.25, 4.0
-"""The least and the largest factor that repeats lead to."""
-_KEPT_SLACK = 0.75
-"""A budget stays while it has this part of the rows that a learned one adds to the counts, for each pair."""
-_KEPT_SIZE = 0.875
-"""A budget stays while a learned one has at least this part of its rows in all."""
-
-
-def is_near(budget: RowBudget, learned: RowBudget, counts: Counts) -> bool:
-    """Whether a budget stays in place of one that was learned from these counts.
-
-    Another budget costs the captures of the CUDA graphs of a stack. Largest counts vary a little from window
-    to window, so budgets that follow them exactly would change every time.
-    """
-    for rows, learned_rows, row_counts in zip(budget.rows, learned.rows, counts, strict=True):
-        for number, learned_number, count in zip(rows, learned_rows, row_counts, strict=True):
-            if number < count + _KEPT_SLACK * (learned_number - count):
-                return False
-    return sum(map(sum, learned.rows)) >= _KEPT_SIZE * sum(map(sum, budget.rows))
-
-
-class Margin:
-    """The factor between counts and budgets, which follows how often steps are repeated.
-
-    Args:
-        given: The least factor, ``--ampipe-rows-margin``.
-    """
-
-    def __init__(self, given: float) -> None:
-        self._given = given
-        self.factor = given
-        self._num_repeated = 0
-        """In this window."""
-        self._is_first = True
-
-    def after_repeat(self) -> None:
-        """A step was repeated."""
-        self._num_repeated += 1
-
-    def after_window(self) -> None:
-        """A window is full. The first one says nothing: it begins with budgets of the warm-up alone."""
-        if self._num_repeated > 1 and not self._is_first:
-            wider = max(_LEAST_WIDENED, 1 + _WIDER * (self.factor - 1))
-            self.factor = max(self._given, min(wider, _WIDEST))
-        elif self._num_repeated == 0:
-            self.factor = max(self._given, 1 + (self.factor - 1) / _WIDER)
-        self._num_repeated = 0
-        self._is_first = False
+from megatron_ampipe.schedule.row_budget import WARM_UP, WINDOW, Margin, is_near
 
 
 class FixedRowsSteps(Hook):

@@ -12,9 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.block import even_rows
-from megatron_ampipe.plan.recorded_routing import busiest, divisors, read_routing
+from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, divisors, read_routing
+from megatron_ampipe.plan.replayed_budgets import replay
 from megatron_ampipe.tools import pictures, routing_picture
 
 EPILOG = """\
@@ -33,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of --ampipe-routing-dir")
     ranks = "ranks between which the experts are divided (default: those of the training)"
     parser.add_argument("--ranks", type=at_least(1), metavar="N", help=ranks)
+    margin = "replay the budgets of --ampipe-rows fixed with this --ampipe-rows-margin (default: %(default)s)"
+    default = Settings().rows_margin
+    parser.add_argument("--rows-margin", type=float, default=default, metavar="FACTOR", help=margin)
     picture = "draw the tokens of every expert over iterations and layers, and the imbalance; the suffix, "
     picture += f"{' or '.join(pictures.SUFFIXES)}, gives the format"
     parser.add_argument("--picture", type=Path, metavar="FILE", help=picture)
@@ -67,7 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
     shares = ", ".join(f"{routing.condensed(limit):.1%} at {limit:g}" for limit in routing.thresholds)
     print(f"rows that --ampipe-condense would not send: {shares}")
+    _print_budgets(routing, ranks, arguments.rows_margin)
     if arguments.picture is not None:
         routing_picture.draw(routing, ranks=ranks, target=arguments.picture)
         print(f"wrote {arguments.picture}")
     return 0
+
+
+def _print_budgets(routing: RecordedRouting, ranks: int, margin: float) -> None:
+    """Say what ``--ampipe-rows fixed`` would have done, if there are steps enough to learn from."""
+    for dispatcher, joins_sources in (("alltoall", False), ("HybridEP", True)):
+        replayed = replay(routing, ranks=ranks, margin=margin, joins_sources=joins_sources)
+        if not replayed.num_steps:
+            continue
+        print(
+            f"--ampipe-rows fixed, {dispatcher}: {replayed.num_repeated} of {replayed.num_steps} recorded "
+            f"iterations exceed a budget, {replayed.padding:.2f} times the routed rows, budgets change "
+            f"{replayed.num_changes} times"
+        )

@@ -18,7 +18,8 @@ _PART = 32
 
 def lessen_first_budget() -> None:
     """Make the first budget that this process learns too small."""
-    from megatron_ampipe.exchange.budgets import ChunkRows, RowBudget
+    from megatron_ampipe.exchange.budgets import ChunkRows
+    from megatron_ampipe.schedule.row_budget import RowBudget
 
     learn = ChunkRows.learn
     is_lessened = False

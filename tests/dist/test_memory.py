@@ -174,7 +174,7 @@ FAST = [case("top8 of 32 in threads", also=MANY | {"moe_router_topk": 8}, memory
 
 def expect_budgets(case: Case, layer: torch.nn.Module) -> None:
     """Give all chunks the budgets that the planner expects (``tests.unit.test_fixed_rows`` learns such)."""
-    from megatron_ampipe.exchange.budgets import RowBudget
+    from megatron_ampipe.schedule.row_budget import RowBudget
     from tests.dist.blocks import inputs_of, run_pass
     from tests.dist.test_fixed_rows import fixed_rows_of
 

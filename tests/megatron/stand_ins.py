@@ -112,6 +112,7 @@ def overflows() -> Iterator[None]:
     import itertools
 
     from megatron_ampipe.exchange import budgets
+    from megatron_ampipe.schedule.row_budget import RowBudget
 
     learn, turns = budgets.ChunkRows.learn, itertools.count()
 
@@ -120,7 +121,7 @@ def overflows() -> Iterator[None]:
         is_chosen = int(os.environ["RANK"]) < 2 and margin >= SMALL_BUDGETS and next(turns) % 11 == 0
         if is_chosen:
             small = tuple(tuple(count // 32 for count in row) for row in chunk.budget.rows)
-            chunk.use(budgets.RowBudget(small), chunk.window.device)
+            chunk.use(RowBudget(small), chunk.window.device)
 
     with hybridep(), mock.patch.object(budgets.ChunkRows, "learn", learn_less):
         yield

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import random
 import sys
 import types
 from typing import Any
@@ -13,18 +14,14 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe import compat
-from megatron_ampipe.exchange.budgets import FixedRows, budget_of
+from megatron_ampipe.exchange.budgets import FixedRows
 from megatron_ampipe.launch import fixed_rows
-from megatron_ampipe.launch.fixed_rows import (
-    WARM_UP,
-    WINDOW,
-    FixedRowsSteps,
-    Margin,
-    RecordedData,
-    StepState,
-    is_near,
-)
+from megatron_ampipe.launch.fixed_rows import FixedRowsSteps, RecordedData, StepState
+from megatron_ampipe.plan.recorded_routing import RecordedRouting
+from megatron_ampipe.plan.replayed_budgets import replay
+from megatron_ampipe.schedule.row_budget import WARM_UP, WINDOW, Margin, budget_of, is_near
 from tests.plan_cases import sized_block
+from tests.unit.test_routing import LAYER, RECORD
 
 
 def test_a_budget_has_room_for_what_counts_vary_by() -> None:
@@ -246,6 +243,23 @@ def test_windows_with_several_repeats_widen_the_margin() -> None:
     assert [window(2) for _ in range(6)][-2:] == [4.0, 4.0]
     narrower = [window(0) for _ in range(8)]
     assert narrower[:2] == [3.0, 1 + 4 / 3] and narrower[-2:] == [1.25, 1.25]
+
+
+def test_a_recorded_routing_has_the_budgets_of_a_training() -> None:
+    draws = random.Random(1)
+    # The largest count grows after two windows, and steps are then repeated.
+    counts = [draws.randint(50, 100 if number < 2 * WINDOW else 400) for number in range(5 * WINDOW)]
+    step, sent = Step(margin=1.01), 0
+    for count in counts:
+        sent += step.budget if step.chunk.budget is not None else 0
+        step.run(count)
+    layers = [dataclasses.replace(LAYER, counts=(((count,),),), arrivals={}) for count in counts]
+    record = dataclasses.replace(RECORD, num_experts=1, ranks=1, tokens=(400,))
+    records = [dataclasses.replace(record, layers=(layer,)) for layer in layers]
+    replayed = replay(RecordedRouting(tuple(records)), ranks=1, margin=1.01, joins_sources=False)
+    assert (replayed.num_steps, replayed.num_repeated) == (step.rows.num_steps, step.rows.num_repeated)
+    assert replayed.num_repeated >= 2 and replayed.num_changes == step.chunk.version - 1
+    assert replayed.padding == sent / sum(counts[WARM_UP:])
 
 
 @pytest.mark.parametrize("given", [1.0, 7.0])

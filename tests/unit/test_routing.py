@@ -104,3 +104,16 @@ def test_a_block_takes_the_figures(tmp_path: Path) -> None:
     assert said[0].startswith("imbalance 4.000 of 4 ranks: 1 iterations")
     with pytest.raises(BadInput, match="is of 8 experts, and the model has 16"):
         with_routing(sized_block(experts=16), tmp_path)
+
+
+def test_budgets_are_of_pairs_of_ranks_or_of_receivers(tmp_path: Path, ampipe: Command) -> None:
+    """In one iteration the ranks have exchanged their sequences: every rank receives what it did before."""
+    first, second = [[[1000 * count for count in chunk] for chunk in part] for part in LAYER.counts]
+    layers = [dataclasses.replace(LAYER, counts=counts) for counts in ((first, second), (second, first))]
+    for iteration in range(1, 7):
+        layer = layers[iteration == 5]
+        dataclasses.replace(RECORD, iteration=iteration, tokens=(2000, 2000), layers=(layer,)).write(tmp_path)
+    said = ampipe("routing", tmp_path, "--rows-margin", 1).out
+    assert "fixed, alltoall: 1 of 4 recorded iterations exceed a budget" in said
+    assert "fixed, HybridEP: 0 of 4 recorded iterations exceed a budget" in said
+    assert "budgets change 1 times" in said and "budgets change 0 times" in said
