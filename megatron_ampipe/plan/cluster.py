@@ -104,9 +104,9 @@ class Gemm(Figure):
     beta_us_per_gflop: float
     weights_us_per_million: float
 
-    def time_us(self, rows: float, k: float, n: float, *, calls: int = 1) -> float:
-        """Time of ``calls`` products with ``rows`` rows in total."""
-        flops, weights = 2e-9 * rows * k * n, 1e-6 * k * n * calls
+    def time_us(self, rows: float, k: float, n: float, *, calls: int = 1, matrices: int = 1) -> float:
+        """Time of ``calls`` launches that multiply ``rows`` rows in total, each by one of ``matrices``."""
+        flops, weights = 2e-9 * rows * k * n, 1e-6 * k * n * matrices
         return calls * self.alpha_us + flops * self.beta_us_per_gflop + weights * self.weights_us_per_million
 
 

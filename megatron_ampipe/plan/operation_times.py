@@ -47,17 +47,24 @@ ZERO = Pair(0.0, 0.0)
 
 
 class Product(NamedTuple):
-    """``rows`` rows in total, spread over ``calls`` equal products with weights ``[n, k]``.
+    """``rows`` rows in total, each multiplied by one of ``matrices`` equal weights ``[n, k]``.
 
-    ``unfused`` is the number of weights whose gradients are added apart even if the block has products that
-    accumulate them.
+    Attributes:
+        rows: Rows of all weights together.
+        k: Size of a row.
+        n: Size of a row of the result.
+        calls: Number of launches: one for each weight, or one for all in a grouped product.
+        matrices: Number of weights.
+        adds_apart: Whether their gradients are added apart even if the block has products that accumulate
+            them.
     """
 
     rows: float
     k: float
     n: float
     calls: int = 1
-    unfused: int = 0
+    matrices: int = 1
+    adds_apart: bool = False
 
 
 def qkv_products(work: Block, rows: int) -> list[Product]:
@@ -79,10 +86,11 @@ def expert_products(work: Block, rows: int) -> list[Product]:
     """
     has_fixed_rows = work.rows_margin is not None
     calls = 1 if work.grouped or has_fixed_rows else work.local_experts
-    products = _mlp(work, work.received(rows), work.ffn / work.expert_tensor, calls)
-    if has_fixed_rows and work.local:
-        return [product._replace(unfused=work.local_experts) for product in products]
-    return products
+    adds_apart = has_fixed_rows and work.local
+    return [
+        product._replace(calls=calls, matrices=work.local_experts, adds_apart=adds_apart)
+        for product in _mlp(work, work.received(rows), work.ffn / work.expert_tensor)
+    ]
 
 
 def shared_products(work: Block, rows: int) -> list[Product]:
@@ -97,13 +105,13 @@ def mlp_products(work: Block, rows: int) -> list[Product]:
     return _mlp(work, rows * work.batch * work.tensor, work.dense_ffn / work.tensor)
 
 
-def _mlp(work: Block, rows: float, inner: float, calls: int = 1) -> list[Product]:
-    up = Product(rows, work.hidden, (2 if work.gated else 1) * inner, calls)
-    return [up, Product(rows, inner, work.hidden, calls)]
+def _mlp(work: Block, rows: float, inner: float) -> list[Product]:
+    up = Product(rows, work.hidden, (2 if work.gated else 1) * inner)
+    return [up, Product(rows, inner, work.hidden)]
 
 
 def weights_of(products: Iterable[Product], *, bias: bool = False) -> float:
-    """Number of elements in the weights of products, and in their biases."""
+    """Number of elements in a weight of each product, and in its bias."""
     return sum(product.k * product.n + product.n * bias for product in products)
 
 
@@ -207,13 +215,12 @@ class OperationTimes:
 
         The dgrad product takes as long as the forward product; the rest of the backward is for weights.
         """
-        rows, k, n, calls, unfused = product
-        time = self._gemm.time_us(rows, k, n, calls=calls)
+        rows, k, n, calls, matrices, adds_apart = product
+        time = self._gemm.time_us(rows, k, n, calls=calls, matrices=matrices)
         sums = 0.0
-        added = unfused or (0 if self.block.fused_gradients else calls)
-        if chunked and added:
+        if chunked and (adds_apart or not self.block.fused_gradients):
             # The weight gradients of the chunks are summed in fp32.
-            sums = self.memory_us(added * k * n * (8 + self.block.element_bytes))
+            sums = self.memory_us(matrices * k * n * (8 + self.block.element_bytes))
         return Pair(time, 2 * time + sums)
 
     def attend(self, gflops: float, merged: float) -> Pair:

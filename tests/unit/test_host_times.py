@@ -115,7 +115,7 @@ def test_graphs_of_whole_passes_are_chosen_where_the_host_is_slow_enough() -> No
     # Also without being chosen, it says what they would gain.
     gain = fastest_way(whole, **options)
     assert in_words(gain.pipeline) == "2 chunks" and gain.time_us > predictor.stock().total
-    assert gain.padding == pytest.approx(1.4, rel=0.01)
+    assert gain.padding == pytest.approx(1.42, rel=0.01)
     with_other = [each.name for each in with_whole_passes(predictor, other_dispatcher=True)]
     assert with_other == ["whole passes, alltoall", "whole passes, hybridep"]
     for changes in ({"dtype": "fp8"}, {"expert": 1}, {"condense": 0.9}, {"captures_passes": True}):

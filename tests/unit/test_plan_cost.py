@@ -199,26 +199,45 @@ def test_fixed_rows_send_and_copy_their_padding_and_multiply_what_is_counted() -
     exact = dataclasses.replace(block, rows_margin=None, grouped=True)
     (rows, *_) = chunk_rows(block, even_chunks(8192, 4))
     # 2048 tokens to two experts each: 512 for each of 8 ranks, on average.
-    assert block.received(2048) == 4096 and block.arriving(2048) == 8 * 795
+    assert block.received(2048) == 4096 and block.arriving(2048) == 8 * 819
     times, others = (OperationTimes(one, source, one.features) for one in (block, exact))
-    assert times.sent(rows) == times.padded(rows) == 6360 and others.sent(rows) == others.padded(rows) == 4096
-    assert expert_products(block, 2048)[0]._replace(unfused=0) == expert_products(exact, 2048)[0]
+    assert times.sent(rows) == times.padded(rows) == 6552 and others.sent(rows) == others.padded(rows) == 4096
+    assert expert_products(block, 2048)[0]._replace(adds_apart=False) == expert_products(exact, 2048)[0]
     sent, before = (
         Predictor(one, source).stages((2048,) * 4)[Stage(kinds.DISPATCH, 0)] for one in (block, exact)
     )
     figure = source.collective("all_to_all", across_nodes=False)
     row_bytes = 2 * 1024 + 4
     assert sent.forward == pytest.approx(
-        figure.alpha_us + 7 / 8 * 6360 * row_bytes * 1e-6 * figure.beta_us_per_mb
+        figure.alpha_us + 7 / 8 * 6552 * row_bytes * 1e-6 * figure.beta_us_per_mb
     )
-    assert sent.forward - figure.alpha_us == pytest.approx(6360 / 4096 * (before.forward - figure.alpha_us))
+    assert sent.forward - figure.alpha_us == pytest.approx(6552 / 4096 * (before.forward - figure.alpha_us))
     # Two chunks in one transfer have the budget of each, which is more than that of all their rows.
     together = Predictor(block, source).stages((2048,) * 4, parts=2)[Stage(kinds.DISPATCH, 0)]
     assert together.forward - figure.alpha_us == pytest.approx(2 * (sent.forward - figure.alpha_us))
     assert block.arriving(4096) < 2 * block.arriving(2048)
     # The experts of a rank that shares them: the same with both ranks' rows.
     shared = fixed(expert_tensor=2, tensor=2, sequence_length=16384)
-    assert OperationTimes(shared, source, shared.features).padded(rows) == 2 * 6360
+    assert OperationTimes(shared, source, shared.features).padded(rows) == 2 * 6552
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grouped_experts_differ_from_single_ones_in_launches_alone(fused: bool) -> None:
+    """The weights of all four are read, and their gradients summed."""
+    blocks = [
+        sized_block(experts=32, grouped=grouped, fused_gradients=fused, dtype="bf16")
+        for grouped in (True, False)
+    ]
+    source = cluster()
+    grouped, single = (
+        OperationTimes(block, source, block.features).all_products(expert_products(block, 2048), chunked=True)
+        for block in blocks
+    )
+    launch_us = source.figure("compute.gemm", source.compute.gemm, "bf16").alpha_us
+    assert launch_us > 0 and grouped.forward > 0
+    # Two linear layers, and twice as many products in the backward pass.
+    assert single.forward - grouped.forward == pytest.approx(2 * 3 * launch_us)
+    assert single.backward - grouped.backward == pytest.approx(4 * 3 * launch_us)
 
 
 def test_fixed_rows_are_sorted_on_the_device() -> None:
