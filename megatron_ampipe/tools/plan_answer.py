@@ -339,7 +339,7 @@ def _lengths(predictor: Predictor, pipeline: Pipeline) -> list[int]:
 def _gradients_or_why_not(predictor: Predictor, plan: Plan, assumed: list[str]) -> Report | None:
     """:func:`_gradients`; if they cannot be predicted, None, and ``assumed`` says why."""
     if predictor.block.captures_passes:
-        assumed.append("reductions of gradients are not predicted: they begin after the graph of a stack")
+        assumed.append("reductions of gradients are not predicted: they start between graphs of a pass")
         return None
     try:
         return _gradients(predictor, plan)
