@@ -214,7 +214,7 @@ def _described(link: Link, why_emulated: str | None) -> Report:
 def _say_result(summary: ReportView, link: Link, *, stock: ReportView, ampipe: ReportView) -> None:
     first_loss, last_loss = stock["losses"][0], stock["losses"][-1]
     print(
-        f"{stock['median_ms'] / ampipe['median_ms']:.2f} times Megatron's speed, same losses\n"
+        f"{summary['speedup']:.2f} times Megatron's speed, same losses\n"
         f"    over {_name(link)}\n"
         f"    an iteration (median, without the first {WARMUP}): Megatron {stock['median_ms']:.0f} ms, "
         f"AMPipe {ampipe['median_ms']:.0f} ms\n"
