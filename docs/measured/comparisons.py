@@ -136,7 +136,7 @@ def _of_partners(document: Document) -> Comparison:
         shares = {
             name: document["bound_seconds"] / statistics.median(seconds[key])
             for key, name in OF_SCRIPT.items()
-            # How near AMPipe's come is told, not how near Megatron's does.
+            # Says how near AMPipe's values come, not how near Megatron's do.
             if key in seconds and key not in OF_MEGATRON
         }
     on_cpu = case["dtype"] == "fp32"

@@ -112,13 +112,13 @@ def check_threshold(value: float) -> None:
         raise BadInput("--ampipe-condense", f"{value:g}", rule=rule, remedy=remedy)
 
 
-def check_margin(value: float) -> None:
-    """Raise :class:`BadInput` for a wrong value of ``--ampipe-rows-margin``."""
+def check_margin(value: float, flag: str = "--ampipe-rows-margin") -> None:
+    """Raise :class:`BadInput` for a wrong value of ``--ampipe-rows-margin``, or of a flag that means it."""
     # Written so that NaN is refused.
     if not 1 <= value <= 100:
         rule = "is not a factor from 1 to 100 of the largest counts"
-        remedy = "Use for example --ampipe-rows-margin 1.5, or leave it out."
-        raise BadInput("--ampipe-rows-margin", f"{value:g}", rule=rule, remedy=remedy)
+        remedy = f"Use for example {flag} 1.5, or leave it out."
+        raise BadInput(flag, f"{value:g}", rule=rule, remedy=remedy)
 
 
 def parse_iterations(text: str) -> tuple[int, int]:

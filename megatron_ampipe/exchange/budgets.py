@@ -6,7 +6,7 @@ each step, :meth:`FixedRows.overflow`, by which ``launch.fixed_rows`` knows whet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import copy_to_device
-from megatron_ampipe.schedule.row_budget import Counts, RowBudget, budget_of
+from megatron_ampipe.schedule.row_budget import Counts, RowBudget, next_budget
 
 # P expert-parallel ranks.
-
-Keeps = Callable[[RowBudget, RowBudget, Counts], bool]
-"""Whether a budget stays, in place of one that was learned from these counts."""
 
 
 class Slots(NamedTuple):
@@ -74,24 +71,22 @@ class ChunkRows:
         else:
             torch.maximum(self.peak, counts, out=self.peak)
 
-    def learn(self, margin: float, *, may_shrink: bool, keeps: Keeps = lambda *_: False) -> None:
-        """Set the budget from the largest counts of the window. The host waits for them.
+    def learn(self, margin: float, *, may_shrink: bool) -> None:
+        """Set the budget from the largest counts of the window (``next_budget``). The host waits for them.
 
-        If it ``may_shrink``, a new window begins; else no number of rows becomes smaller. ``keeps`` says
-        whether the present budget stays, which it also does if no step of the window ran the chunk.
+        If it ``may_shrink``, a new window begins. The present budget stays if no step of the window ran the
+        chunk.
         """
         if self.window is None:
             return
         counts: Counts = self.window.tolist()
         if self.budget is not None and not any(map(any, counts)):
             return
-        learned = budget_of(counts, margin=margin)
+        following = next_budget(self.budget, counts, margin=margin, may_shrink=may_shrink)
         if may_shrink:
             self.window.zero_()
-        elif self.budget is not None:
-            learned = learned.joined(self.budget)
-        if self.budget is None or not keeps(self.budget, learned, counts):
-            self.use(learned, self.window.device)
+        if following is not self.budget:
+            self.use(following, self.window.device)
 
     def use(self, budget: RowBudget, device: torch.device) -> None:
         """Set the budget, and make its constants."""
@@ -132,11 +127,11 @@ class ReceivedRows(ChunkRows):
         else:
             torch.maximum(own, count, out=own)
 
-    def learn(self, margin: float, *, may_shrink: bool, keeps: Keeps = lambda *_: False) -> None:
+    def learn(self, margin: float, *, may_shrink: bool) -> None:
         """As in ``ChunkRows``; all ranks of the group call it together."""
         if self.window is not None:
             dist.all_reduce(self.window, dist.ReduceOp.MAX, group=self._group)
-        super().learn(margin, may_shrink=may_shrink, keeps=keeps)
+        super().learn(margin, may_shrink=may_shrink)
 
     def _make_slots(self, budget: RowBudget, device: torch.device) -> None:
         """None: the transport sorts the rows."""
@@ -201,10 +196,10 @@ class FixedRows:
             else:
                 torch.maximum(chunk.window, chunk.peak, out=chunk.window)
 
-    def learn(self, margin: float, *, may_shrink: bool = True, keeps: Keeps = lambda *_: False) -> None:
+    def learn(self, margin: float, *, may_shrink: bool = True) -> None:
         """Set the budget of every chunk, see :meth:`ChunkRows.learn`; only between two steps."""
         for chunk in self._chunks:
-            chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
+            chunk.learn(margin, may_shrink=may_shrink)
 
     def learn_first(self, margin: float, *, warm_up: int) -> None:
         """Set the first budget of the chunks that have run in so many steps with exact rows.
@@ -215,8 +210,8 @@ class FixedRows:
             if chunk.budget is None and chunk.num_steps >= warm_up:
                 chunk.learn(margin, may_shrink=False)
 
-    def learn_again(self, margin: float, *, may_shrink: bool, keeps: Keeps) -> None:
+    def learn_again(self, margin: float, *, may_shrink: bool) -> None:
         """Set the budget of every chunk that has one."""
         for chunk in self._chunks:
             if chunk.budget is not None:
-                chunk.learn(margin, may_shrink=may_shrink, keeps=keeps)
+                chunk.learn(margin, may_shrink=may_shrink)

@@ -21,7 +21,7 @@ from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.environment import Environment
 from megatron_ampipe.launch.hooks import Hook
 from megatron_ampipe.launch.megatron_types import Model, Optimizer, RunPasses
-from megatron_ampipe.schedule.row_budget import WARM_UP, WINDOW, Margin, is_near
+from megatron_ampipe.schedule.row_budget import WARM_UP, WINDOW, Margin
 
 
 class FixedRowsSteps(Hook):
@@ -108,7 +108,7 @@ class FixedRowsSteps(Hook):
         if is_full:
             self._margin.after_window()
         if is_full or self._was_repeated:
-            self._rows.learn_again(self._margin.factor, may_shrink=is_full, keeps=is_near)
+            self._rows.learn_again(self._margin.factor, may_shrink=is_full)
         self._rows.learn_first(self._margin.factor, warm_up=WARM_UP)
         if is_full:
             self._in_window = 0

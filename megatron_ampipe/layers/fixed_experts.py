@@ -253,7 +253,7 @@ def _delayed_gradients(
 
 
 def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """``[R, K]`` times ``weights [L, K, N]``; rows after the last of ``ends [L]`` come out as anything."""
+    """``[R, K]`` times ``weights [L, K, N]``; rows after the last of ``ends [L]`` are undefined."""
     if _can_group(rows, weights.shape[1], weights.shape[2]):
         product: Tensor = torch.nn.functional.grouped_mm(rows, weights, offs=ends)
         return product

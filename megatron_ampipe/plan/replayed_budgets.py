@@ -17,8 +17,7 @@ from megatron_ampipe.schedule.row_budget import (
     Counts,
     Margin,
     RowBudget,
-    budget_of,
-    is_near,
+    next_budget,
 )
 
 # P ranks that share the experts, R ranks of the recording.
@@ -70,15 +69,11 @@ class _Chunk:
 
     def learn(self, factor: float, *, may_shrink: bool) -> bool:
         """Learn a budget; returns whether it is another one. If it may shrink, a new window begins."""
-        learned = budget_of(self._largest, margin=factor)
-        if self.budget is not None and not may_shrink:
-            learned = learned.joined(self.budget)
-        stays = self.budget is not None and is_near(self.budget, learned, self._largest)
-        if not stays:
-            self.budget = learned
+        before = self.budget
+        self.budget = next_budget(before, self._largest, margin=factor, may_shrink=may_shrink)
         if may_shrink:
             self._largest = []
-        return not stays
+        return self.budget is not before
 
 
 def replay(routing: RecordedRouting, *, ranks: int, margin: float, joins_sources: bool) -> ReplayedBudgets:

@@ -96,6 +96,23 @@ def is_near(budget: RowBudget, learned: RowBudget, counts: Counts) -> bool:
     return sum(map(sum, learned.rows)) >= _KEPT_SIZE * sum(map(sum, budget.rows))
 
 
+def next_budget(budget: RowBudget | None, counts: Counts, *, margin: float, may_shrink: bool) -> RowBudget:
+    """The budget that follows the present one, which stays if a learned one is near to it.
+
+    Args:
+        budget: The present one; None before the first.
+        counts: The largest counts of the window.
+        margin: Their factor.
+        may_shrink: Whether numbers of rows can become smaller.
+    """
+    learned = budget_of(counts, margin=margin)
+    if budget is None:
+        return learned
+    if not may_shrink:
+        learned = learned.joined(budget)
+    return budget if is_near(budget, learned, counts) else learned
+
+
 class Margin:
     """The factor between counts and budgets, which follows how often steps are repeated.
 

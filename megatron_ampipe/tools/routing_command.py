@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe.block.settings import Settings
+from megatron_ampipe.block.settings import Settings, check_margin
 from megatron_ampipe.files.inputs import at_least
 from megatron_ampipe.plan.block import even_rows
 from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, divisors, read_routing
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the last iteration layer by layer, and means over all; draw all."""
     if arguments.picture is not None:
         pictures.check(arguments.picture, flag="--picture")
+    check_margin(arguments.rows_margin, "--rows-margin")
     routing = read_routing(arguments.folder, flag="DIR")
     last, experts = routing.records[-1], routing.num_experts
     ranks = arguments.ranks or last.ranks
@@ -87,6 +88,6 @@ def _print_budgets(routing: RecordedRouting, ranks: int, margin: float) -> None:
             continue
         print(
             f"--ampipe-rows fixed, {dispatcher}: {replayed.num_repeated} of {replayed.num_steps} recorded "
-            f"iterations exceed a budget, {replayed.padding:.2f} times the routed rows, budgets change "
-            f"{replayed.num_changes} times"
+            f"iterations exceed a budget, {replayed.padding:.2f} times the routed rows are sent or "
+            f"kept, CUDA graphs are captured again after {replayed.num_changes}"
         )

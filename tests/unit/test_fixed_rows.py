@@ -97,7 +97,7 @@ def test_a_budget_stays_while_counts_vary_little(
         # Ranks of a group have a row each.
         chunk.record(torch.tensor([*counts, [0, 0]]))
         rows.end_step()
-        rows.learn(1.25, keeps=is_near)
+        rows.learn(1.25)
         rows.begin_step()
     assert chunk.version == (1 if stays else 2)
     assert chunk.budget is not None
