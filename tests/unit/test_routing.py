@@ -117,5 +117,5 @@ def test_budgets_are_of_pairs_of_ranks_or_of_receivers(tmp_path: Path, ampipe: C
     assert "fixed, alltoall: 1 of 4 recorded iterations exceed a budget" in said
     assert "fixed, HybridEP: 0 of 4 recorded iterations exceed a budget" in said
     error = ampipe("routing", tmp_path, "--rows-margin", 0.5, code=2).err
-    assert "--rows-margin 0.5 is not a factor from 1 to 100" in error
+    assert "--rows-margin 0.5: is not a factor from 1 to 100" in error
     assert "captured again after 1" in said and "captured again after 0" in said
